@@ -1,1 +1,1 @@
-"""Hooks and the order of a step. A host runs a method on a model and an optimizer, and knows no paper."""
+"""Hosts: hooks, and the order of a step. A host runs a method on a model and an optimizer, and knows no paper."""

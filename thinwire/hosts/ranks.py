@@ -57,14 +57,14 @@ class Ranks:
     num_names: int = 0
 
     def agree(self, word: StepStatus) -> Agreed:
-        """What all ranks of the mesh say of a step; a collective."""
+        """Exchange this rank's StepStatus with all ranks of the mesh. Return the result. A collective."""
         room = self.num_names if word.used else 0
         words = self.everyone.wait(self.everyone.all_gather_exact(word.pack(room)))
         own = [self.everyone.global_ranks.index(rank) for rank in self.comm.global_ranks]
         return Agreed.of(words, len(word.used), own if self.num_names else None)
 
     def word_bytes(self, num_parameters: int = 0) -> int:
-        """Payload of this rank's word to all others."""
+        """Payload bytes of this rank's status to all others."""
         room = max(num_parameters, self.num_names) if num_parameters else 0
         return word_bytes(room) * (self.everyone.world_size - 1)
 
@@ -99,13 +99,13 @@ def open_ranks(
 
 
 def neighbours(rank: int, ranks: int, stride: int = 1) -> list[int]:
-    """The `ranks` ranks of a group to which one of them belongs; each is `stride` ranks behind the one before."""
+    """The group of `ranks` ranks to which `rank` belongs; each is `stride` ranks after the one before."""
     first = rank - rank // stride % ranks * stride
     return list(range(first, first + ranks * stride, stride))
 
 
 def communicator_along(mesh: DeviceMesh, everyone: Communicator, **options: Any) -> Communicator:
-    """Over one axis of a mesh; everyone: over all of its ranks."""
+    """A communicator over one axis of a mesh. everyone: over all ranks of the mesh."""
     members = [everyone.global_ranks.index(rank) for rank in mesh.mesh.flatten().tolist()]
     return Communicator(mesh, local_size=along(everyone.topology, members), **options)
 

@@ -1,4 +1,4 @@
-"""The pipeline axis as hosts see it that hand over whole models: which stage has which parameters."""
+"""The pipeline axis, for hosts that exchange whole models: which stage has which parameters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ def _nothing() -> None:
 
 @dataclass
 class StageAxis:
-    """What each stage has of a model.
+    """The parameters of each stage of a model.
 
-    mesh: the pipeline axis. skeleton: the whole model without memory. names: of the parameters of each stage, in order;
-    a weight that two stages use is its owner's. after_write: called when another has written this stage's weights.
+    Attributes:
+        mesh: the pipeline axis.
+        skeleton: the whole model, without memory.
+        names: the parameters of each stage, in order. A weight that two stages use belongs to its owner.
+        after_write: called after another object has written this stage's weights.
     """
 
     mesh: DeviceMesh
@@ -42,12 +45,12 @@ class StageAxis:
         return self.names[self.mesh.get_local_rank()]
 
     def of_stages(self, names: Collection[str]) -> list[list[str]]:
-        """The names, of those in `names`, that each stage has."""
+        """For each stage, those of `names` that it has."""
         wanted = set(names)
         return [[name for name in stage if name in wanted] for stage in self.names]
 
     def gather(self, values: Mapping[str, Tensor], names: Collection[str], comm: Communicator) -> dict[str, Tensor]:
-        """All of `names`, fp32, from each stage's own values; a collective over `comm`, the stages."""
+        """All parameters in `names`, fp32, from the stages that have them. A collective over `comm`, the stages."""
         stages, width = self.of_stages(names), self._width(names)
         own = [values[name].float().flatten() for name in stages[comm.rank]]
         flat = torch.cat([*own, torch.zeros(width - sum(value.numel() for value in own))])
@@ -61,16 +64,16 @@ class StageAxis:
         return found
 
     def gather_bytes(self, names: Collection[str], comm: Communicator) -> int:
-        """Payload that a rank sends in `gather`."""
+        """Payload bytes that a rank sends in `gather`."""
         return sum(gather_bytes(comm.topology, VALUE_BYTES * self._width(names)).values())
 
     def _width(self, names: Collection[str]) -> int:
-        """Elements of the stage that has most of them: all stages' packets are as long."""
+        """Elements of the largest stage: the packets of all stages have this length."""
         return max(sum(self._shapes[name].numel() for name in stage) for stage in self.of_stages(names))
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of a model without memory for its tensors; what is tied stays tied."""
+    """A copy of a model without memory for its tensors. Tied weights stay tied."""
     without: dict[int, Tensor] = {}
     for param in model.parameters():
         empty = torch.empty(param.shape, dtype=param.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""What an optimizer that looks across elements asks of a host that gives it pieces: to sum what its pieces add."""
+"""Sums over ranks for an optimizer that looks across the elements of a matrix but holds only pieces of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from thinwire.table import Row
 
 
 def looking_across(inner: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """The groups of those of the model's parameters whose updates look across, before pieces take their places."""
+    """The optimizer's group of each parameter whose update looks across its elements.
+
+    Call it before pieces replace them.
+    """
     if not isinstance(inner, SummingOptimizer):
         return {}
     found, groups = {id(param) for param in inner.matrices}, group_of(inner)
@@ -30,9 +33,9 @@ def looking_across(inner: torch.optim.Optimizer, named: Mapping[str, nn.Paramete
 
 @dataclass(frozen=True)
 class JoinedSums:
-    """The sums of each of some groups of ranks, of which this rank is a member.
+    """An optimizer's sums over ranks, for each group of ranks to which this rank belongs.
 
-    groups: with the rounds of a step. seed: of the step under way. device: of the pieces.
+    groups: with the rounds of a step. seed: of the current step. device: of the pieces.
     """
 
     optimizer: SummingOptimizer
@@ -49,7 +52,7 @@ class JoinedSums:
         options: Groups,
         seed: Callable[[], int],
     ) -> JoinedSums:
-        """Let the optimizer step pieces. held: this rank's, by parameter; cuts: of the parameters of each group."""
+        """Make the optimizer step pieces. held: this rank's, by parameter. cuts: how each group cuts its parameters."""
         parts = {name: part for comm, own in cuts for name, part in parts_of(own, comm.rank, options).items()}
         rounds = [(comm, rounds_of(optimizer, parts_of(own, comm.rank, options), comm.topology)) for comm, own in cuts]
         device = next((piece.device for piece in held.values()), torch.device("cpu"))
@@ -58,7 +61,7 @@ class JoinedSums:
         return joined
 
     def total(self, number: int, partials: Mapping[str, Values]) -> dict[str, Values]:
-        """The totals of a round; zeros stand for what has no gradient. A collective."""
+        """The totals of a round. Tensors without a gradient count as zeros. A collective."""
         totals: dict[str, Values] = {}
         seed = derive_seed(self.seed(), number)
         for comm, rounds in self.groups:
@@ -70,11 +73,11 @@ class JoinedSums:
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload that this rank sends in a step."""
+        """Payload bytes that this rank sends in a step."""
         return sum(sent_by_rounds(rounds, comm.rank) for comm, rounds in self.groups)
 
     def rows(self) -> list[Row]:
-        """A row of (asked for, in effect, why)."""
+        """Rows of (asked for, in effect, why)."""
         first = [rounds[0] for _, rounds in self.groups]
         total = sum(len({name for name, _ in each.sums}) for each in first)
         cut = sum(len(set[str]().union(*(each.travelling for each in rounds))) for _, rounds in self.groups)

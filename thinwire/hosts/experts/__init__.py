@@ -1,4 +1,4 @@
-"""Runs mixtures whose experts lie on several ranks: the rows' messages, the model's seam, the parts of parameters."""
+"""Runs mixtures whose experts lie on several ranks: messages of rows, the model's interface, parts of parameters."""
 
 from thinwire.hosts.experts.parallel import ExpertRanks, expert_parallel
 

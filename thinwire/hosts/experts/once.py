@@ -1,4 +1,4 @@
-"""Rows that enter a node once, for all of their experts there; one sum comes back."""
+"""Sends each row into a node only once, for all of its experts there; their weighted sum comes back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from thinwire.models.moe import Experts, dtype_of_work, mixed, swiglu
 
 @dataclass
 class Once:
-    """A layer by two hops: between the ranks at one place of all nodes, then inside a node.
+    """A layer in two hops: between the ranks at the same place of all nodes, then inside each node.
 
-    The rank that a token enters a node by sends its row to the experts there, weighs what they return, and sends back
-    the sum: with experts e in node g, y = sum_g sum_(e in g) w_e e(x).
-    outer: between nodes, each of which is one expert to it. exact: the same ranks, without codecs, for the weights of a
-    token's experts. inner: inside this node, of its experts.
+    The rank at which a token enters a node sends its row to the experts in that node, weights their results, and sends
+    back the sum: with experts e in node g, y = sum_g sum_(e in g) w_e e(x).
+
+    Attributes:
+        outer: wire between nodes; each node counts as one expert.
+        exact: the same ranks without codecs, for the weights of a token's experts.
+        inner: wire inside this node, between its experts.
     """
 
     outer: ExpertWire
@@ -49,9 +52,9 @@ class Once:
 def work_on(
     wire: ExpertWire, experts: Experts, rows: Tensor, counts: Tensor, weights: tuple[Tensor, ...] = ()
 ) -> Tensor:
-    """What the experts of a wire's ranks make of rows that are sorted by expert. A collective.
+    """Send rows, sorted by expert, to the experts of a wire's ranks, and return the experts' outputs. A collective.
 
-    weights: what this rank works with, by default its own part.
+    weights: the weights of this rank's experts; by default its own part.
     """
     weights = weights or (experts.gate_proj, experts.up_proj, experts.down_proj)
     rows = rows.to(dtype_of_work(rows, weights[0]))

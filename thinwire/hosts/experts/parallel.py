@@ -34,11 +34,14 @@ from thinwire.table import Row
 
 
 class ExpertRanks:
-    """A rank's place among those that hold the experts between them; made by `expert_parallel`.
+    """A rank's place among those that share the experts; made by `expert_parallel`.
 
     Attributes:
-        placement: which experts each rank has. wire: whose codecs round rows. once: see Once.
-        comm: ranks that hold the experts between them. everyone: all ranks that train the model.
+        placement: which experts each rank has.
+        wire: the codecs that round rows.
+        once: see Once.
+        comm: the ranks that share the experts.
+        everyone: all ranks that train the model.
         replicas: global ranks that hold the same experts as this one.
         shapes: of the whole tensors of experts, by parameter.
     """
@@ -55,11 +58,11 @@ class ExpertRanks:
         self.replicas = [each for rank, each in enumerate(everyone.global_ranks) if rank // stride % ranks == place]
 
     def group_for(self, name: str, param: nn.Parameter) -> list[int] | None:
-        """For `thinwire.zero`: the ranks that hold replicas of a parameter, None for all."""
+        """The `group_for` of `thinwire.zero`: the ranks that hold replicas of a parameter; None: all."""
         return self.replicas if name in self.shapes else None
 
     def work(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-        """What all experts make of this rank's rows, which are sorted by expert; see `Experts.work`. A collective."""
+        """The experts' outputs for this rank's rows, which are sorted by expert; see `Experts.work`. A collective."""
         placement, comm, move = self.placement, self.comm, self.options.move
         weights: Sequence[Tensor] = (experts.gate_proj, experts.up_proj, experts.down_proj)
         if move == "experts":
@@ -71,7 +74,7 @@ class ExpertRanks:
         return work_on(self.wire, experts, rows, counts, tuple(weights))
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors, of every rank's part of those of experts, on all ranks. A collective."""
+        """The whole tensors on all ranks, from every rank's part of the experts' tensors. A collective."""
         return {
             name: self.placement.joined(self.comm.wait(self.comm.all_gather_exact(value.contiguous())))
             if name in self.shapes
@@ -119,14 +122,14 @@ class ExpertRanks:
         return self.placement.part(values.view(self.shapes[name]), self.comm.rank).flatten()
 
     def _lies(self, whole: torch.Size) -> tuple[dict[str, Any], int]:
-        """Place of this rank's part of a tensor of all experts, see Piece, and the offset in it."""
+        """Place of this rank's part in a tensor of all experts, see Piece, and the offset in the tensor."""
         run, row, first, offset = self.placement.range(whole, self.comm.rank)
         cut = {"run": run, "row": row, "first": first} if run < row else {}
         return {"numel": whole.numel(), **cut}, offset
 
     @property
     def rounds(self) -> str:
-        """Where and how rows are rounded, by which a loss depends on more than the weights; empty: nowhere."""
+        """Where and how rows are rounded, so that a loss depends on more than the weights; empty: nowhere."""
         asked = self.options
         wire = self.wire
         if wire.dispatch is None and wire.combine is None and wire.weights is None:
@@ -184,22 +187,25 @@ def expert_parallel(
     checked: bool = False,
     meter: Meter | None = None,
 ) -> ExpertRanks:
-    """Leave each rank its part of the experts of a mixture, to which the rows of all ranks then travel; a collective.
+    """Keep this rank's part of a mixture's experts on it; rows of all ranks then travel to their experts. A collective.
 
     With x_i the row of a token for its expert e, the ranks that hold e return y_i = sum over slices of their part of
-    e(x_i). Tokens and all other weights stay where they are: each rank has a batch of its own. Gradients of a rank's
-    experts are sums over the rows of all ranks; the mean over R ranks of the loss has 1/R of the sum over replicas.
+    e(x_i). Tokens and all other weights stay where they are: each rank has a batch of its own. The gradients of a
+    rank's experts are sums over the rows of all ranks. Summed over replicas and divided by the number R of ranks, they
+    are the gradient of the mean loss.
 
     Args:
-        model: a mixture of thinwire, on every rank. Rank 0's experts are taken where ranks differ.
-        options: such as ExpertParallel(4). Neighbouring ranks hold the experts between them.
+        model: a mixture of thinwire, on every rank. If ranks differ, rank 0's experts are used.
+        options: such as ExpertParallel(4). Neighbouring ranks share the experts.
         group: all ranks that train the model; None: the world.
-        stride: the next of these neighbours is so many ranks behind, where the ranks between them share a sequence.
-        local_size: ranks of a node; None: found from the launcher or host names.
-        seed: of what the codecs draw. timeout_s, checked, meter: see Communicator.
+        stride: distance between these neighbours, if the ranks between them share a sequence.
+        local_size: ranks per node; None: found from the launcher or host names.
+        seed: of the codecs' randomness.
+        timeout_s, checked, meter: see Communicator.
 
-    Call it before the optimizer is made, then give `group_for` to `thinwire.zero`. Raises ConfigError, with all that
-    does not fit, for a number of ranks that does not divide the group's, and for a model without such experts.
+    Call it before you make the optimizer, then give `group_for` to `thinwire.zero`. Raises ConfigError that lists
+    everything that does not fit, for a number of ranks that does not divide the group's, and for a model without such
+    experts.
     Source: Lepikhin et al., "GShard" (2020); slices: Hwang et al., "Tutel" (MLSys 2023), section 3.1.
     """
     make = partial(Communicator, timeout_s=timeout_s, checked=checked)
@@ -241,7 +247,7 @@ def expert_parallel(
 
 
 def entering(wire: ExpertWire) -> Once:
-    """The wires of a layer whose rows enter a node once. Raises ConfigError for experts that several nodes share."""
+    """The wires of a layer whose rows enter a node once. Raises ConfigError if several nodes share an expert."""
     grid, placement, rank = wire.comm.topology, wire.placement, wire.comm.rank
     if grid.local_size % placement.slices:
         raise ConfigError(
@@ -260,7 +266,7 @@ def entering(wire: ExpertWire) -> Once:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, options: ExpertParallel) -> None:
-    """Raise ConfigError for an optimizer that remembers something of the whole experts, or needs what is cut whole."""
+    """Raise ConfigError for an optimizer that has state of whole experts, or that needs whole matrices."""
     if options.slices > 1 and needs_whole_tensors(optimizer):
         name = type(optimizer).__name__
         raise ConfigError(
@@ -272,7 +278,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, options:
 
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:
-    """The experts of each layer, by the path of their module. Raises ConfigError for a model without any."""
+    """The experts of each layer, by the path of their module. Raises ConfigError for a model without experts."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     if not found:
         raise ConfigError(
@@ -282,7 +288,7 @@ def experts_of(model: nn.Module) -> dict[str, Experts]:
 
 
 def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> ExpertPlacement:
-    """Where the experts of a model lie on so many ranks. Raises ConfigError with all that does not fit."""
+    """Where a model's experts lie on `world_size` ranks. Raises ConfigError that lists everything that does not fit."""
     problems = Problems()
     if not isinstance(options.parallel, str) and world_size % options.parallel:
         near = nearest_divisor(options.parallel, world_size)
@@ -302,7 +308,7 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
 
 
 def check_groups(options: ExpertParallel, width: int) -> None:
-    """Raise ConfigError for codecs whose groups do not end where a row of `width` elements ends."""
+    """Raise ConfigError for codecs whose groups do not end at the end of a row of `width` elements."""
     problems = Problems()
     for name in CODED:
         codec = options.fitted(width).codec(name)

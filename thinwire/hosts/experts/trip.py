@@ -1,4 +1,4 @@
-"""The rows of one layer on their way to the ranks of their experts, and back."""
+"""Sends the rows of one layer to the ranks of their experts, and back."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ NUMBERS_OF_A_RANK = 1 << 24
 
 @dataclass
 class ExpertWire:
-    """The ranks that hold the experts of a layer between them, and the codecs of what they exchange; jobs are urgent.
+    """The ranks that share the experts of a layer, and the codecs of the rows that they exchange. Its jobs are urgent.
 
-    members: ranks of `comm` among which rows travel, to the experts that `placement` has on them; the first is number
-    `first` among all ranks that train the model, each other one `step` further. seed: of what codecs draw: forward the
-    same in each pass, so that a recomputed one is the same; another for each message of gradients, counted in
-    `num_drawn`. What is drawn depends on it and on the rows' numbers, so it is the same on any number of ranks. hops:
-    of rows that go inside a node first; None: straight.
+    Attributes:
+        members: the ranks of `comm` between which rows travel.
+        placement: which experts each member has.
+        first, step: member i is number first + i step among all ranks that train the model.
+        seed: of the codecs. Every forward uses the same seed, so that a recomputed forward gives the same result. Each
+            message of gradients uses another, counted in `num_drawn`. Randomness depends on the seed and on the rows'
+            numbers only, so it is the same on any number of ranks.
+        hops: state for rows that go inside a node first; None: rows go straight to their rank.
     """
 
     comm: Communicator
@@ -51,16 +54,16 @@ class ExpertWire:
     num_chunks: int = 1
 
     def forward_seed(self, way: int) -> int:
-        """The seed of a forward's codec, on the way to the experts (0) or back (1)."""
+        """Seed of a forward's codec, on the way to the experts (0) or back (1)."""
         return derive_seed(self.seed, 0, way)
 
     def draw(self) -> int:
-        """A seed for the gradients of one exchange, the same on all ranks."""
+        """Seed for the gradients of one exchange, the same on all ranks."""
         self.num_drawn += 1
         return derive_seed(self.seed, self.num_drawn)
 
     def number(self, rank: int) -> int:
-        """The number of the first row of a rank of this group."""
+        """Number of the first row of a rank of this group."""
         return (self.first + rank * self.step) * NUMBERS_OF_A_RANK
 
     def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
@@ -70,10 +73,13 @@ class ExpertWire:
 
 @dataclass
 class RowChunk:
-    """Rows that travel together. counts: of each expert of this rank, int64 [experts of a rank].
+    """Rows that travel together. counts: rows for each expert of this rank, int64 [experts of a rank].
 
-    came: rows from each rank. firsts: the number of the first of them. order: where each row that came goes among those
-    that are sorted by expert; back: the way back.
+    Attributes:
+        came: rows received from each rank.
+        firsts: number of the first row from each rank.
+        order: permutation that sorts the received rows by expert.
+        back: the inverse of `order`.
     """
 
     counts: Tensor
@@ -84,13 +90,13 @@ class RowChunk:
 
 
 class Trip:
-    """The rows of one layer in one forward, which are sorted by expert, and their gradients.
+    """The rows of one layer in one forward, sorted by expert, and their gradients.
 
-    Of N chunks each has the same share of the consecutive rows from each rank to each: chunk c of n rows has those from
-    c n // N on. So the rows of an expert are cut, and neither what a row is rounded to nor the bytes depend on N. While
-    experts work on one chunk, the next ones come and those before go back.
+    Each of N chunks has an equal share of the consecutive rows from each rank to each other rank: of n rows, chunk c
+    has those from c n // N on. Chunks cut the rows of an expert, so neither rounding nor the number of bytes depends on
+    N. While experts work on one chunk, the next ones arrive and earlier ones return.
 
-    counts: this rank's rows of each expert.
+    counts: this rank's rows for each expert.
     """
 
     def __init__(self, wire: ExpertWire, counts: Tensor) -> None:
@@ -103,11 +109,14 @@ class Trip:
         self._seed_of_gradients: int | None = None
 
     def here(self, rows: Tensor) -> Tensor:
-        """Rows [n, width] that go to their experts in one chunk, and do not come back: those of this rank's experts."""
+        """Send rows [n, width] to their experts in one chunk, one way. Return the rows for this rank's experts."""
         return Arrive.apply(self, 0, *Depart.apply(self, rows))
 
     def through(self, rows: Tensor, work: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What experts make of rows [n, width]; work: of the rows that are here, sorted by expert, and their counts."""
+        """Send rows [n, width] to their experts and return the results.
+
+        work: (rows on this rank, sorted by expert; their counts) -> the experts' outputs.
+        """
         back = []
         for number, token in enumerate(Depart.apply(self, rows)):
             there = Arrive.apply(self, number, token)
@@ -115,9 +124,9 @@ class Trip:
         return Collect.apply(self, *back)
 
     def depart(self, rows: Tensor) -> None:
-        """Rows [n, width] of all experts set out for their ranks.
+        """Start to send rows [n, width] of all experts to their ranks.
 
-        Waits for the first chunk alone, which tells how many rows come.
+        Waits only for the first chunk, whose message says how many rows come.
         """
         wire, placement = self.wire, self.wire.placement
         notes = torch.cat([torch.tensor(self.starts[:-1])[:, None], self.counts], 1)
@@ -148,11 +157,11 @@ class Trip:
             )
 
     def arrive(self, number: int) -> Tensor:
-        """The rows of a chunk, [m, width], sorted by expert, or the gradients of what they became."""
+        """The received rows of a chunk, [m, width], sorted by expert, or the gradients of their outputs."""
         return self.wire.comm.wait(self._under_way.pop(number)).index_select(0, self.chunks[number].order)
 
     def go_back(self, number: int, rows: Tensor, *, is_backward: bool) -> None:
-        """Rows of this rank's experts set out for where they came from."""
+        """Start to send rows of this rank's experts back to the ranks they came from."""
         wire, chunk = self.wire, self.chunks[number]
         codec, seed, name = wire.combine, wire.forward_seed(1), "combine"
         if is_backward:
@@ -164,7 +173,7 @@ class Trip:
         self._under_way[number] = self._exchange(number, sends, chunk.came, receives, chunk.firsts, codec, seed, name)
 
     def collect(self) -> Tensor:
-        """What went back, of all chunks, where what slices give is added: [n, width]."""
+        """The returned rows of all chunks, with the parts of sliced experts added: [n, width]."""
         slices, of_chunks = self.wire.placement.slices, []
         for number in range(len(self.chunks)):
             parts = self.wire.comm.wait(self._under_way.pop(number)).split(self._each_slice(self._pieces(number)))
@@ -174,9 +183,9 @@ class Trip:
         return torch.cat([part for of_team in zip(*of_chunks, strict=True) for part in of_team])
 
     def depart_again(self, grads: Tensor) -> None:
-        """Gradients of what came back set out for the ranks of the experts.
+        """Start to send gradients of the returned rows to the ranks of the experts.
 
-        Those of the last chunk leave first: autograd goes back through it before the others.
+        The last chunk's leave first, because autograd goes back through the last chunk first.
         """
         wire, seed = self.wire, self.wire.draw()
         for number, chunk in reversed(list(enumerate(self.chunks))):
@@ -186,7 +195,7 @@ class Trip:
             )
 
     def _chunk(self, number: int, ends: Tensor, firsts: Sequence[int], device: torch.device) -> RowChunk:
-        """What comes in a chunk. ends: where the rows for each expert end, [ranks, experts of a rank]."""
+        """The chunk that will arrive. ends: where the rows for each expert end, [ranks, experts of a rank]."""
         num_chunks, experts = self.wire.num_chunks, torch.arange(ends.shape[1])
         sizes = ends[:, -1:]
         begin, end = number * sizes // num_chunks, (number + 1) * sizes // num_chunks
@@ -198,7 +207,7 @@ class Trip:
         return RowChunk(by_source.sum(0), came, starts, order.to(device), order.argsort().to(device))
 
     def _pieces(self, number: int) -> list[slice]:
-        """The rows to each team of a chunk."""
+        """The slice of rows that each team gets in a chunk."""
         num = self.wire.num_chunks
         return [
             slice(start + number * size // num, start + (number + 1) * size // num)
@@ -206,11 +215,11 @@ class Trip:
         ]
 
     def _each_slice(self, pieces: Sequence[slice]) -> list[int]:
-        """How many rows go to each rank."""
+        """Number of rows for each rank."""
         return [piece.stop - piece.start for piece in pieces for _ in range(self.wire.placement.slices)]
 
     def _to_teams(self, rows: Tensor, number: int) -> tuple[Tensor, list[int], list[int]]:
-        """The rows of a chunk for each rank, one after the other; how many; and the number of the first."""
+        """The rows of a chunk for each rank in turn, their counts, and the number of each rank's first row."""
         slices, pieces = self.wire.placement.slices, self._pieces(number)
         own = self.wire.number(self.wire.members.index(self.wire.comm.rank))
         numbers = [own + piece.start for piece in pieces for _ in range(slices)]
@@ -240,7 +249,7 @@ class Trip:
 
 
 class Depart(torch.autograd.Function):
-    """Rows set out for their experts; a token for each chunk, by which autograd keeps the order."""
+    """Starts to send rows to their experts. Returns a token for each chunk, through which autograd keeps the order."""
 
     @staticmethod
     def forward(ctx: Any, trip: Trip, rows: Tensor) -> tuple[Tensor, ...]:
@@ -254,7 +263,7 @@ class Depart(torch.autograd.Function):
 
 
 class Arrive(torch.autograd.Function):
-    """The rows of a chunk are here. Their gradients set out without anyone waiting for them."""
+    """Waits for the rows of a chunk. The backward starts to send their gradients, and waits for nothing."""
 
     @staticmethod
     def forward(ctx: Any, trip: Trip, number: int, token: Tensor) -> Tensor:
@@ -269,7 +278,7 @@ class Arrive(torch.autograd.Function):
 
 
 class Return(torch.autograd.Function):
-    """What experts made of a chunk sets out for where its rows came from."""
+    """Starts to send the experts' outputs for a chunk back to the ranks its rows came from."""
 
     @staticmethod
     def forward(ctx: Any, trip: Trip, number: int, rows: Tensor) -> Tensor:
@@ -283,7 +292,7 @@ class Return(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """What experts made of all chunks is back."""
+    """Waits for the experts' outputs for all chunks."""
 
     @staticmethod
     def forward(ctx: Any, trip: Trip, *tokens: Tensor) -> Tensor:

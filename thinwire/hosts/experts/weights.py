@@ -1,4 +1,4 @@
-"""Weights of experts that travel in place of rows: gathered for a forward; their gradients go back and are added."""
+"""Sends experts' weights instead of rows: gathered for a forward; their gradients go back and are summed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from thinwire.methods.experts import ExpertPlacement
 
 
 class Gather(torch.autograd.Function):
-    """The tensors of all experts of some ranks, [E, I, H] each, of this rank's parts of them, by `wire.weights`.
+    """The tensors of all experts of some ranks, [E, I, H] each, gathered from each rank's part with `wire.weights`.
 
-    A rank's own parts are rounded, too: outputs are the same wherever experts lie. Their gradients are sums over these
-    ranks of what each one has of this rank's parts, in rank order; those of others come by `wire.gradients`.
+    A rank's own part is rounded too, so that outputs are the same wherever experts lie. The gradient of a rank's part
+    is the sum, in rank order, of the gradients on all these ranks; other ranks send theirs with `wire.gradients`.
     """
 
     @staticmethod
@@ -50,7 +50,7 @@ def _exchange(
     wire: ExpertWire, members: Sequence[int], sends: Tensor, codec: Codec | None, seed: int, operation: str, *,
     rounds_own: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Element i of `sends` to member i; what came from each, in the same shape."""
+    """Send element i of `sends` to member i. Return what each member sent, in the same shape."""
     rows = sends.reshape(-1, sends.shape[-1])
     counts = [len(rows) // len(members)] * len(members)
 

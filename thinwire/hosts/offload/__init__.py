@@ -1,1 +1,1 @@
-"""Where the tensors of a sharded host lie, and when they come and go."""
+"""Decides where the tensors of a sharded host lie, and moves them between disk and memory."""

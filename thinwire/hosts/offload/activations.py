@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward: all of it, or what each layer was given."""
+"""What a forward keeps for its backward: all activations, or only each layer's input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.models.llama import Llama
 
 
 def recompute(model: nn.Module) -> int:
-    """Let every layer keep only its input, and compute the rest again in the backward; returns the number of layers."""
+    """Make every layer keep only its input and recompute the rest in backward. Return the number of layers."""
     layers = layers_of(model)
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -23,9 +23,9 @@ def recompute(model: nn.Module) -> int:
 
 
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
-    """Bytes that a forward keeps for its backward besides weights, each storage counted once.
+    """Bytes that a forward keeps for its backward besides weights; each storage counts once.
 
-    model: on the device meta, as are the inputs: nothing is computed.
+    model, inputs: on the meta device, so nothing is computed.
     """
     # Storages are held, so that no other takes the place of one that is gone.
     found: dict[int, torch.UntypedStorage] = {}
@@ -42,7 +42,7 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
 
 
 def with_loss(asked: str, skeleton: Llama, tokens: Tensor) -> Llama:
-    """The skeleton of a Llama with the loss that a run of these tokens in a micro-batch has."""
+    """A Llama without memory, with the loss that a run with these tokens in a micro-batch uses."""
     if loss_in_effect(asked, tokens.numel(), skeleton.config.vocab_size)[0] == "plain":
         return skeleton
     model = copy.deepcopy(skeleton)

@@ -1,4 +1,4 @@
-"""Models whose weights never lie in memory all at once, from the first one on."""
+"""Models whose weights never lie in memory all at once, not even at the start."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def hollow(model: Model) -> Model:
-    """Give a model on the device meta parameters on the CPU that have shapes but no memory; the same object.
+    """Replace the parameters of a model on the meta device by CPU parameters that have shapes but no memory.
 
-    Make the optimizer after it, then call `thinwire.zero` with `initial`, which fills one parameter after another.
+    Same object.
+
+    Make the optimizer next, then call `thinwire.zero` with `initial`, which fills one parameter after another.
     """
     give_pages_back()
     made: dict[nn.Parameter, nn.Parameter] = {}

@@ -1,4 +1,4 @@
-"""Whole weights on a disk: buckets come when they are needed, and what is needed last leaves for them."""
+"""Whole weights on a disk. Buckets are loaded when needed; the one that is needed last makes room for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(eq=False)
 class Spot:
-    """Where a bucket's weights are. is_locked: they change, and stay until they have. is_dirty: the disk has others."""
+    """Where a bucket's weights are. is_locked: being changed; they stay in memory.
+
+    is_dirty: the disk has old values.
+    """
 
     place: int
     num_bytes: int
@@ -38,7 +41,7 @@ class Spot:
     sums: list[int] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Return when nothing moves."""
+        """Wait until no read or write of the bucket is running."""
         for future in (self.reading, self.writing):
             if future is not None:
                 future.result()
@@ -46,14 +49,14 @@ class Spot:
 
 
 class Replicas:
-    """The whole weights of large buckets, in one file, and of as many in memory as `capacity_bytes` allows.
+    """The whole weights of large buckets in one file. As many as `capacity_bytes` allows are also in memory.
 
-    Order is learnt: an update goes through all buckets in order of forward, and the next step is expected to touch
-    them as the last one did. The bucket that comes next is read ahead; the one that is needed last makes room. Where a
-    step goes another way, buckets come on demand.
+    The order of use is learnt: an update goes through all buckets in order of forward, and each step is expected to use
+    them in the same order as the last. The next bucket is read ahead, and the one that is needed last is evicted. If a
+    step uses another order, buckets are loaded on demand.
 
-    A bucket's memory comes and goes under one and the same storage, so that views of it, such as those that autograd
-    saves, never show another's weights.
+    A bucket's memory comes and goes inside the same storage, so that views of it, such as those that autograd saves,
+    never show another bucket's weights.
     """
 
     def __init__(self, folder: Path, layouts: Sequence[BucketLayout], meter: TierMeter, pace: Pace) -> None:
@@ -74,7 +77,7 @@ class Replicas:
         self._owner: dict[int, FlatBucket] = {}
 
     def take(self, bucket: FlatBucket) -> None:
-        """Bring a new bucket to the disk, if it is large, and free its memory."""
+        """Write a new bucket to the disk, if it is large, and free its memory."""
         if not is_large(bucket.layout):
             return
         bucket.passes = True
@@ -86,13 +89,13 @@ class Replicas:
         self._leave(bucket)
 
     def fit(self, buckets: Sequence[FlatBucket]) -> None:
-        """Have memory for buckets that are used together, and for the one that comes next."""
+        """Make the capacity large enough for buckets that are used together, and for the one that comes next."""
         largest = max((spot.num_bytes for spot in self.spots.values()), default=0)
         together = sum(self.spots[bucket].num_bytes for bucket in buckets)
         self.capacity_bytes = max(self.capacity_bytes, together + largest)
 
     def bring(self, *buckets: FlatBucket) -> None:
-        """Return when the weights of buckets that are used together are in memory; the next ones are on their way."""
+        """Wait until the weights of buckets that are used together are in memory. Starts to read the next ones."""
         large = [bucket for bucket in buckets if bucket in self.spots]
         self._in_use = {*large, *self._seen[-1:]}
         for bucket in large:
@@ -112,13 +115,16 @@ class Replicas:
             spot.reading = None
 
     def lock(self, bucket: FlatBucket) -> None:
-        """The bucket, which is in memory, is about to be changed."""
+        """Note that a bucket, which is in memory, is about to be changed."""
         if spot := self.spots.get(bucket):
             spot.finish()
             spot.is_locked = True
 
     def changed(self, bucket: FlatBucket) -> None:
-        """It was changed: it is written before it leaves, and at once if it has to leave some time."""
+        """Note that a bucket was changed. It is written before it is evicted.
+
+        If not all buckets fit, writing starts now.
+        """
         if spot := self.spots.get(bucket):
             spot.is_locked, spot.is_dirty = False, True
             if self.capacity_bytes < self.total_bytes:
@@ -131,30 +137,30 @@ class Replicas:
 
     @contextmanager
     def held(self, bucket: FlatBucket) -> Iterator[FlatBucket]:
-        """The bucket in memory, to be changed."""
+        """Context with the bucket in memory, where it may be changed."""
         self.bring(bucket)
         self.lock(bucket)
         yield bucket
         self.changed(bucket)
 
     def make_room(self, num_bytes: int = 0) -> None:
-        """Let leave what is needed last, until so much more fits; what is in use stays in any case."""
+        """Evict buckets that are needed last until `num_bytes` more fit. Buckets in use stay."""
         while self.used_bytes + num_bytes > self.capacity_bytes and (victim := self._victim()) is not None:
             self._leave(victim)
 
     def begin_update(self) -> None:
-        """All buckets are updated in turn; then the next step is expected to go as this one."""
+        """Note that an update goes through all buckets; the next step is then expected to repeat this one's order."""
         self._order, self._seen, self._at = [*self.spots, *self._seen], [], 0
 
     def mapped(self, bucket: FlatBucket) -> Tensor:
-        """The bucket's weights as they lie on the disk, read when they are touched."""
+        """The bucket's weights as a view of the file, read when accessed."""
         spot = self.spots[bucket]
         self._write_behind(bucket, spot)
         spot.finish()
         return self.file.mapped(spot.place, spot.num_bytes).view(bucket.layout.dtype)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps of a tensor: of weights that come and go, with the bucket that brings them."""
+        """What autograd saves for a tensor; for a view of evictable weights, the bucket that it belongs to."""
         bucket = self._owner.get(tensor.untyped_storage().data_ptr())
         return tensor if bucket is None else (bucket, tensor)
 
@@ -167,13 +173,13 @@ class Replicas:
         return tensor
 
     def close(self) -> None:
-        """Give the space back. The weights that are not in memory are gone."""
+        """Free the disk space. Weights that are not in memory are lost."""
         self._reader.shutdown()
         self._writer.shutdown()
         self.file.close()
 
     def _next_use(self, bucket: FlatBucket) -> int:
-        """When it is expected to be touched again; where nothing is known, what was touched longest ago comes last."""
+        """When a bucket is expected to be used next. With no known order, the least recently used bucket comes last."""
         if not self._order:
             return -(len(self._seen) - self._seen[::-1].index(bucket)) if bucket in self._seen else 1
         if bucket in self._order[self._at :]:
@@ -181,7 +187,7 @@ class Replicas:
         return len(self._order) + self._number[bucket]
 
     def _victim(self) -> FlatBucket | None:
-        """What is needed last of all that may leave; what was touched last may be in use."""
+        """The bucket to evict: the one needed last. The most recent one may be in use and stays."""
         busy = self._in_use.union(self._seen[-1:])
         free = [b for b, spot in self.spots.items() if spot.is_here and not spot.is_locked and b not in busy]
         return max(free, key=self._next_use, default=None)
@@ -209,7 +215,7 @@ class Replicas:
         spot.is_here = False
 
     def _read_ahead(self) -> None:
-        """Begin to read the next bucket that is not here, unless something that is needed before had to leave."""
+        """Start to read the next bucket that is not in memory, unless that would evict one needed earlier."""
         if any(spot.reading is not None and not spot.reading.done() for spot in self.spots.values()):
             return
         following = next((b for b in self._order[self._at :] if not self.spots[b].is_here), None)
@@ -251,5 +257,5 @@ def bytes_of(layout: BucketLayout) -> int:
 
 
 def is_large(layout: BucketLayout) -> bool:
-    """Whether its weights come and go."""
+    """Whether a bucket's weights are stored on the disk and evicted from memory."""
     return layout.numel >= SMALL_NUMEL

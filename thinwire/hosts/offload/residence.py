@@ -1,4 +1,4 @@
-"""What of a sharded optimizer lies on this rank's disk, and what the budget has room for."""
+"""Decides which parts of a sharded optimizer lie on this rank's disk, and how much fits the memory budget."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ MEASURED_STEPS = 2
 
 
 class Residence:
-    """The disk of a rank: its files, its meter, and who holds what there.
+    """The disk of a rank: its files, its meter, and what lies on it.
 
-    holds_states: masters and the optimizer's state lie on it. replicas: the weights that do; None: they all are in
-    memory. num_layers: that are computed again in the backward.
+    Attributes:
+        holds_states: masters and the optimizer's state lie on the disk.
+        replicas: the weights on the disk; None: all weights are in memory.
+        num_layers: number of layers that are recomputed in backward.
     """
 
     def __init__(
@@ -51,9 +53,9 @@ class Residence:
         cls, residency: Residency, model: nn.Module, *, inner: torch.optim.Optimizer, units: Sequence[Unit],
         device: torch.device,
     ) -> Residence | None:  # fmt: skip
-        """The disk that options ask for; None where all lies in memory.
+        """The disk that the options ask for; None if everything lies in memory.
 
-        Raises ConfigError for what can't lie on a disk, and for a folder that can't take it.
+        Raises ConfigError for tensors that can't lie on a disk, and for a folder that can't hold them.
         """
         weights, states = residency.weights == "disk", residency.optimizer != "memory"
         if states and isinstance(inner, SummingOptimizer):
@@ -69,25 +71,28 @@ class Residence:
         return cls(residency, units, weights=weights, states=states, num_layers=num_layers)
 
     def take(self, bucket: FlatBucket) -> None:
-        """A bucket was made."""
+        """Register a new bucket."""
         if self.replicas is not None:
             self.replicas.take(bucket)
         for slot in bucket.slots:
             slot.param.register_post_accumulate_grad_hook(lambda _: self.room.look())
 
     def weights(self, plain: Weights, model: nn.Module) -> Weights:
-        """What brings weights: as `plain`, or through memory."""
+        """The object that brings weights: `plain`, or one that loads them from the disk."""
         if self.replicas is None:
             return plain
         return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas)
 
     def states(self, inner: torch.optim.Optimizer, weights: Weights) -> StatesOnDisk:
-        """What holds masters and the optimizer's state."""
+        """The object that holds masters and the optimizer's state on the disk."""
         self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace)
         return self._states
 
     def after_update(self) -> None:
-        """Once it is known what a step needs, let stay what there is room for: first weights, which pass most often."""
+        """After the first steps have shown how much memory they need, keep in memory what fits: weights first.
+
+        Weights pass through memory most often.
+        """
         self.room.look()
         self._num_updates += 1
         if self._num_updates != MEASURED_STEPS:
@@ -136,13 +141,13 @@ class Residence:
         return rows
 
     def _told(self, kind: str) -> str:
-        """How a kind of the shelf lies on the disk."""
+        """How a kind of the shelf is stored on the disk, as text."""
         assert self._states is not None
         coding = self._states.shelf.kinds[kind]
         return f"{kind} in {coding.codec}{' of its square root' if coding.of_roots else ''}"
 
     def close(self) -> None:
-        """Give memory and space back."""
+        """Free memory and disk space."""
         if self._states is not None:
             self._states.shelf.close()
         if self.replicas is not None:

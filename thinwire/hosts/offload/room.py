@@ -1,4 +1,4 @@
-"""How much memory of a budget is left, by what the process has held at most."""
+"""How much of a memory budget is left, from the process's peak use."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ ATTRIBUTES_BYTES, STACK_BYTES = 128, 2 << 20
 
 
 def data_bytes() -> int:
-    """What counts against the limit of this process's data, RLIMIT_DATA: private memory, touched or not."""
+    """Bytes that count against this process's data limit, RLIMIT_DATA: private memory, used or not."""
     return int(STATM.read_text().split()[5]) * resource.getpagesize()
 
 
 def give_pages_back() -> None:
-    """Let freed memory go back to the system at once, where it would stay in this process's heap otherwise.
+    """Make the allocator return freed memory to the system at once instead of keeping it in this process's heap.
 
-    By default glibc keeps freed blocks of up to 32 MB, in pieces that the next layer's may not fit into.
+    By default glibc keeps freed blocks of up to 32 MB, in pieces into which the next layer's tensors may not fit.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_PAGES_BYTES)
 
 
 def small_stacks() -> None:
-    """Give threads that start from now on small stacks, those of libraries too: a whole stack counts as data."""
+    """Give threads that start from now on small stacks, including those of libraries: a whole stack counts as data."""
     with suppress(OSError, AttributeError):
         libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(ATTRIBUTES_BYTES)
         if libc.pthread_attr_init(attributes) == 0:
@@ -38,7 +38,7 @@ def small_stacks() -> None:
 
 
 class MemoryRoom:
-    """The room in a budget; `look` is called where a step holds most."""
+    """Memory left in a budget. Call `look` where a step uses most memory."""
 
     def __init__(self, memory_bytes: int | None) -> None:
         self.memory_bytes, self.peak_bytes = memory_bytes, 0
@@ -48,5 +48,5 @@ class MemoryRoom:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the budget that are left; 0 where there is no budget."""
+        """Bytes of the budget that are left; 0 without a budget."""
         return max(0, self.memory_bytes - self.peak_bytes) if self.memory_bytes is not None else 0

@@ -1,4 +1,4 @@
-"""Masters and the optimizer's state on a disk: sub-groups pass through memory, in order of forward."""
+"""Masters and optimizer state on a disk. They pass through memory in sub-groups, in order of forward."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ MASTER = "master"
 
 @dataclass(eq=False)
 class StatePart:
-    """What of a parameter lies in one sub-group: elements [start, end) of this rank's flat masters.
+    """The part of a parameter in one sub-group: elements [start, end) of this rank's flat masters.
 
-    group: of the optimizer. bucket_start: of its bucket, in these masters. is_known: the optimizer remembers something
-    of it. numbers: what of that is no tensor of elements.
+    Attributes:
+        group: the optimizer's group.
+        bucket_start: first element of its bucket in these masters.
+        is_known: whether the optimizer has state for it.
+        numbers: optimizer state that is not a tensor with one entry for each element.
     """
 
     slot: Slot
@@ -39,7 +42,7 @@ class StatePart:
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def of(self, flat: Tensor, start: int) -> Tensor:
-        """Its elements of a tensor whose first one is element `start` of the flat masters."""
+        """Its elements in a tensor whose first element is element `start` of the flat masters."""
         return flat[self.start - start : self.end - start]
 
     @property
@@ -48,18 +51,18 @@ class StatePart:
         return self.slot.bucket.shard_grad[self.start - self.bucket_start : self.end - self.bucket_start]
 
     def held(self, values: Tensor) -> Held:
-        """Values like it, as a part of the parameter."""
+        """`values`, shaped like this part, as a part of the parameter."""
         offset = self.slot.offset + self.start - self.bucket_start - self.slot.owned.start
         return Held(values, self.slot.span.numel, offset)
 
 
 class StatesOnDisk:
-    """This rank's masters, bucket after bucket, and the optimizer's state of each of their elements.
+    """This rank's masters, bucket after bucket, and the optimizer's state for each of their elements, on a disk.
 
-    The user's optimizer steps one sub-group after another, so that only three are in memory, and those that stay. What
-    masters have become lies in `shard_grad` of their bucket until the next reduction.
+    The user's optimizer steps one sub-group after another. Only three sub-groups are in memory, plus those that stay
+    there. Updated masters lie in the `shard_grad` of their bucket until the next reduction.
 
-    Raises ConfigError for a store without room.
+    Raises ConfigError if the disk has not enough space.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class StatesOnDisk:
         self._fill(before, weights)
 
     def _lay_out(self, grouped: Sequence[Sequence[Slot]]) -> dict[str, dict[str, Any]]:
-        """Cut every parameter's elements at sub-groups; what the optimizer has remembered of each, which it loses."""
+        """Cut every parameter's elements into sub-groups. Take the optimizer's state for each out of the optimizer."""
         before: dict[str, dict[str, Any]] = {}
         for number, slots in enumerate(grouped):
             self.inner.param_groups[number]["params"] = []
@@ -98,7 +101,7 @@ class StatesOnDisk:
         return before
 
     def _fill(self, before: Mapping[str, dict[str, Any]], weights: Weights) -> None:
-        """Bring masters, and what the optimizer has remembered so far, to the disk."""
+        """Write masters and the optimizer's present state to the disk."""
         for record in self.shelf.each():
             tensors, (start, end) = self.shelf.take(record), self.shelf.span(record)
             for bucket, low, high in self._buckets_in(start, end):
@@ -117,14 +120,14 @@ class StatesOnDisk:
         self.shelf.flush()
 
     def _buckets_in(self, start: int, end: int) -> Iterator[tuple[FlatBucket, int, int]]:
-        """Buckets of which elements [first, last) are in [start, end)."""
+        """Yield buckets of which elements [first, last) lie in [start, end)."""
         for bucket, first in self._starts.items():
             low, high = max(first, start), min(first + bucket.layout.shard_numel, end)
             if low < high:
                 yield bucket, low, high
 
     def step(self, used: Collection[str]) -> Iterator[LiveUnit]:
-        """See States. A unit is ready when its last element has passed; the next one starts behind it."""
+        """See States. A unit is ready when its last element was updated; the next unit starts right after it."""
         coming = iter(self.units)
         unit = next(coming, None)
         for record in self.shelf.each():
@@ -191,7 +194,7 @@ class StatesOnDisk:
             self.shelf.put(record, [MASTER])
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
-        """See States. The pieces lie on the disk: they are saved from there, while training waits."""
+        """See States. The pieces lie on the disk and are saved from there, while training waits."""
         self.shelf.write_out()
         snapshot.in_place = True
         kinds = [kind for kind in self.shelf.kinds if kind != MASTER]
@@ -247,7 +250,7 @@ def _copied(value: Any) -> Any:
 
 
 def twin_of(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and options, over other tensors, with a state of its own."""
+    """An optimizer of the same class and options over other tensors, with a state of its own."""
     twin = object.__new__(type(inner))
     # An instance attribute `step` is a scheduler's wrapper around the original.
     twin.__dict__.update({key: value for key, value in inner.__dict__.items() if key != "step"})

@@ -1,4 +1,4 @@
-"""Weights that are whole on every rank, but on its disk: differences are added to them as they pass through memory."""
+"""Whole weights on every rank's disk. Differences are added to them as they pass through memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _HOSTS: WeakKeyDictionary[nn.Module, WeightsOnDisk] = WeakKeyDictionary()
 
 
 class WeightsOnDisk(Weights):
-    """A bucket is brought by whoever touches its weights, in forward, backward or recomputation.
+    """Loads a bucket on first use of its weights, in forward, backward or recomputation.
 
-    An update takes buckets in order of forward: the next one is read while one's differences arrive and the last one is
-    written.
+    An update takes buckets in order of forward. While one bucket's differences arrive, the next one is read and the
+    last one is written.
     """
 
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, replicas: Replicas) -> None:
@@ -57,7 +57,7 @@ class WeightsOnDisk(Weights):
         self._contexts.pop().__exit__(None, None, None)
 
     def _watch(self, units: list[LiveUnit], output: object) -> None:
-        """Bring the weights when the module's backward begins: recomputation saves tensors without our hooks."""
+        """Load the weights when the module's backward begins: recomputation saves tensors without this class's hooks."""
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -137,8 +137,8 @@ class WeightsOnDisk(Weights):
 def whole(module: nn.Module) -> Iterator[None]:
     """A context in which all of a module's weights are in memory, to be read or edited in place.
 
-    What was edited is in the masters after it. Needed where weights lie on a disk, on every rank alike; without effect
-    elsewhere.
+    Edits reach the masters when it ends. Use it, on every rank alike, if weights lie on a disk; elsewhere it has no
+    effect.
     """
     host = _HOSTS.get(module)
     if host is None:

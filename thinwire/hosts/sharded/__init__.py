@@ -1,1 +1,1 @@
-"""Our own sharded optimizer: weights, gradients and the optimizer's state cut over groups of ranks."""
+"""thinwire's own sharded optimizer: weights, gradients and optimizer state, cut over groups of ranks."""

@@ -1,4 +1,4 @@
-"""The memory of a layout on this rank, and the jobs that move it."""
+"""The memory of a layout on this rank, and the jobs that send it."""
 
 from __future__ import annotations
 
@@ -42,46 +42,53 @@ class Slot:
 
     @property
     def offset(self) -> int:
-        """The first element of the parameter in `owned`."""
+        """Index in the parameter of the first element of `owned`."""
         return self.bucket.layout.shard_start(self.bucket.comm.rank) + self.owned.start - self.span.start
 
     def piece(self, shard: Tensor) -> Piece:
-        """The parameter's part of a tensor like this rank's shard."""
+        """The parameter's part of a tensor that has the shape of this rank's shard, as a Piece."""
         return Piece(self.span.numel, self.offset, shard[self.owned])
 
 
 class Away(Protocol):
-    """What holds the masters of buckets somewhere else than in these."""
+    """Holds the masters of buckets outside the buckets' own memory."""
 
     def masters(self, bucket: FlatBucket) -> Tensor:
         """A copy of the bucket's masters."""
         ...
 
     def set_masters(self, bucket: FlatBucket, values: Tensor, first: int) -> None:
-        """Take values for those from element `first` on."""
+        """Set the masters from element `first` on."""
         ...
 
 
 class FlatBucket:
     """Parameters that travel together, on this rank.
 
-    live: the whole weights, of the model's dtype, [numel], into which the model's parameters are views; where weights
-    are cut (s1 > 1) their memory is there only while they are needed. shard: the compute weights that stay, [numel/s1],
-    a row for each slice of the stack; `live` itself where s1 is 1. own: the part of `shard` whose masters this rank
-    has. master, shard_grad: fp32 [numel / P], this rank's slice of the masters and of the mean gradient. sums: fp32
-    [numel / s2], the gradients of this step's micro-batches over the block, if they leave with every backward.
-    feedback: that of the next reduction, or None. num_losses: ranks whose mean loss is trained: those of `comm`, and
-    others that hold other parameters in place of these. away: holds the masters where `master` does not; `shard_grad`
-    then takes what they have become, from an update to the next reduction. passes: the memory of `live` comes and goes.
+    Attributes:
+        live: the whole weights [numel], in the model's dtype; the model's parameters are views into it. If weights are
+            cut (s1 > 1), its memory exists only while they are needed.
+        shard: the compute weights that stay in memory, [numel / s1], a row for each slice of the stack; if s1 is 1,
+            `live` itself.
+        own: the part of `shard` for which this rank has the masters.
+        master, shard_grad: fp32 [numel / P], this rank's slice of the masters and of the mean gradient.
+        sums: fp32 [numel / s2], sum over the block of the gradients of this step's micro-batches, if gradients are sent
+            after every backward.
+        feedback: error feedback for the next reduction, or None.
+        num_losses: number of ranks whose mean loss is trained: those of `comm`, and others that hold other parameters
+            in place of these.
+        away: holds the masters if `master` does not. From an update to the next reduction, `shard_grad` then holds the
+            updated masters.
+        passes: the memory of `live` comes and goes.
     """
 
     def __init__(
         self, layout: BucketLayout, params: Mapping[str, nn.Parameter], comm: Communicator, num_losses: int,
         has_masters: bool = True,
     ) -> None:  # fmt: skip
-        """Move the parameters into one flat tensor and make this rank's shards; padding is zero everywhere.
+        """Move the parameters into one flat tensor and make this rank's shards. Padding is zero everywhere.
 
-        has_masters: they lie here.
+        has_masters: the masters lie in this bucket.
         """
         self.layout, self.comm, self.num_losses = layout, comm, num_losses
         self.slots = [Slot(span, params[span.name], self) for span in layout.spans]
@@ -109,41 +116,41 @@ class FlatBucket:
 
     @property
     def masters(self) -> Tensor:
-        """fp32 [numel / P], wherever they lie; not to be changed."""
+        """The masters, fp32 [numel / P], wherever they lie. Read only."""
         return self.master if self.away is None else self.away.masters(self)
 
     def set_masters(self, values: Tensor, first: int = 0) -> None:
-        """Take values for the masters from element `first` on."""
+        """Set the masters from element `first` on."""
         if self.away is None:
             self.master[first : first + values.numel()] = values
         else:
             self.away.set_masters(self, values, first)
 
     def note(self) -> None:
-        """Remember the weights that this rank owns, to see later whether somebody else has changed them."""
+        """Record a fingerprint of the weights that this rank owns, to notice later if other code changes them."""
         self.seen = fingerprint(self.own) if self.layout.levels.weights_over == 1 else 0
 
     def adopt(self, slot: Slot, value: Tensor) -> None:
-        """Take a parameter's whole weights as this rank's compute weights and masters."""
+        """Use a parameter's whole weights as this rank's compute weights and masters."""
         flat, layout, rank = value.reshape(-1), self.layout, self.comm.rank
         for first, place in layout.kept(slot.span, rank):
             self.shard[place] = flat[first - slot.span.start :][: place.stop - place.start]
         self.set_masters(flat[slot.offset :][: slot.owned.stop - slot.owned.start], slot.owned.start)
 
     def spread(self, own: Tensor) -> None:
-        """Give the compute weights of all ranks these values of what each of them owns; a collective."""
+        """Set the compute weights on all ranks: each rank gives the values that it owns. A collective."""
         values = own.float()
         self.comm.wait(self.comm.submit(lambda link: self.refresh(link, values, Identity(), False, 0)))
 
     @property
     def whole_masters(self) -> Tensor:
-        """The masters of all ranks, fp32 [numel]; a collective."""
+        """The masters of all ranks, fp32 [numel]. A collective."""
         gathered = self.comm.wait(self.comm.all_gather_exact(self.masters))
         order = [self.layout.levels.piece(rank) for rank in range(self.comm.world_size)]
         return torch.empty_like(gathered).index_copy_(0, torch.tensor(order, device=gathered.device), gathered).view(-1)
 
     def gather(self, link: Link) -> Rounds[None]:
-        """live = C(shard) of the s1 neighbours, the own one included, so that all compute with the same weights."""
+        """live = C(shard) of the s1 neighbours, including this rank, so that all compute with the same weights."""
         levels, n, wire = self.layout.levels, self.layout.row_numel, self.layout.wire
         assert isinstance(wire, LevelFormat)
         group, device = link.subgroup(levels.neighbours(link.rank), levels.inside), self.live.device
@@ -166,8 +173,8 @@ class FlatBucket:
     ) -> Rounds[None]:
         """shard_grad = sum over all ranks of `grads` / num_losses.
 
-        Where they leave with every backward: sums += the block's sum of this rank's slice, and after the last one
-        shard_grad = that of all blocks.
+        If gradients are sent after every backward: each time, the block's sum of this rank's slice is added to `sums`;
+        the last time, shard_grad becomes the sum over all blocks.
         """
         layout, rank = self.layout, link.rank
         levels, wire, counter = layout.levels, layout.wire, layout.first_counter
@@ -194,9 +201,9 @@ class FlatBucket:
         torch.mul(total, 1.0 / self.num_losses, out=self.shard_grad)
 
     def refresh(self, link: Link, message: Tensor, codec: Codec, differences: bool, seed: int) -> Rounds[None]:
-        """shard = C(message), or shard += C(message - shard), of all owners of a piece of it.
+        """shard = C(message), or shard += C(message - shard), from all owners of a piece of it.
 
-        A packet crosses between blocks once, then spreads in the stack; all copies of a shard decode the same packets.
+        A packet crosses between blocks once, then spreads in the stack. All copies of a shard decode the same packets.
         """
         layout, levels, n, operation = self.layout, self.layout.levels, self.layout.shard_numel, self.layout.update
         if levels.num_blocks * levels.num_rows == 1:
@@ -230,9 +237,9 @@ class FlatBucket:
 
 
 def _take(link: Link, codec: Codec, packet: Tensor, piece: Tensor, differences: bool, *, may_pin: bool) -> None:
-    """Add the decoded difference to a piece of the weights, in fp32; or put the decoded weights in its place.
+    """Add the decoded difference to a piece of the weights, in fp32, or replace the piece by the decoded weights.
 
-    may_pin: a kernel's view of the piece, which is numpy's, may pin its memory.
+    may_pin: whether a kernel may take a numpy view of the piece, which can pin its memory.
     """
     exact = piece.dtype == torch.float32 and may_pin
     if exact and differences:
@@ -247,9 +254,10 @@ def _take(link: Link, codec: Codec, packet: Tensor, piece: Tensor, differences: 
 
 @dataclass(eq=False)
 class LiveUnit:
-    """The buckets of a unit, and how far the step under way has come with them.
+    """The buckets of a unit, and their progress in the current step.
 
-    ready: parameters whose gradient is complete; num_sent: reductions; is_sent: the last of the step has begun.
+    ready: parameters whose gradient is complete. num_sent: number of reductions so far. is_sent: the step's last
+    reduction has begun.
     """
 
     unit: Unit

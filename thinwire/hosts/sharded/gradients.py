@@ -1,4 +1,4 @@
-"""Gradients on their way from backward to the ranks that own their mean."""
+"""Sends gradients from backward to the ranks that own their mean."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_SAMPLES = 16
 
 @dataclass(frozen=True, eq=False)
 class SentGradient:
-    """The gradient of a parameter as it was when it was sent, to tell whether it was changed since; None for none."""
+    """A sample of a parameter's gradient when it was sent, to notice later changes. None: it had no gradient."""
 
     param: nn.Parameter
     grad: Tensor | None
@@ -48,16 +48,19 @@ class SentGradient:
 
 
 def sample(grad: Tensor) -> Tensor:
-    """uint8: the bits of a few elements, evenly spread. They stay on the device: backward must not wait for a GPU."""
+    """uint8: the bits of a few evenly spread elements.
+
+    They stay on the device, so that backward need not wait for a GPU.
+    """
     flat = grad.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // NUM_SAMPLES)].clone().view(torch.uint8)
 
 
 class Gradients:
-    """Reduces each unit's gradients when backward has left them in `.grad`.
+    """Reduces each unit's gradients when backward has written them to `.grad`.
 
-    A module's leave with every backward and are taken out of `.grad`; a bucket's are summed there until the last
-    backward of a step, and stay; unless they are released, for want of memory.
+    A module's gradients are sent after every backward and removed from `.grad`. A bucket's are summed in `.grad` until
+    the step's last backward and stay there, unless they are released to save memory.
     """
 
     def __init__(self, units: Sequence[LiveUnit], weights: Weights, seeds: Seeds, *, releases: bool = False) -> None:
@@ -133,14 +136,14 @@ class Gradients:
         unit.is_sent = last
 
     def _wait_for_earlier(self, bucket: FlatBucket) -> None:
-        """Let few reductions be under way: on a slow link backward would pile up gradients in memory."""
+        """Limit the reductions under way: on a slow link, backward would otherwise fill the memory with gradients."""
         self._flying.append(bucket)
         while len(self._flying) > MOST_IN_FLIGHT:
             earlier = self._flying.popleft()
             earlier.comm.wait(self._reducing[earlier])
 
     def finish(self) -> None:
-        """Return when the mean gradients have arrived."""
+        """Wait until the mean gradients have arrived."""
         for unit in reversed(self.units):
             if not unit.is_sent:
                 self._send(unit, last=True)

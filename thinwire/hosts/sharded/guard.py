@@ -1,4 +1,4 @@
-"""Weights that are still on their way are waited for by whoever touches them first."""
+"""Makes every access to a module's weights wait until they have arrived."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 
 class Waiting(dict[str, nn.Parameter | None]):
-    """A module's own parameters, which are waited for before anything gets at them.
+    """A module's `_parameters`, which waits for the weights before any access.
 
-    `nn.Module` finds its parameters in the dictionary `_parameters`: by name for an attribute, through its items for
-    `parameters()`, `state_dict()`, `load_state_dict()` and `to()`. This one stands in its place. A copy of the module,
-    by copy or pickle, has the weights as they are when all have arrived, and a plain dictionary.
+    `nn.Module` reads its parameters from the dictionary `_parameters`: by name for an attribute, through its items for
+    `parameters()`, `state_dict()`, `load_state_dict()` and `to()`. This class replaces that dictionary. A copy of the
+    module, by copy or pickle, gets the weights after all have arrived, and a plain dictionary.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], wait: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Waiting(dict[str, nn.Parameter | None]):
 
 
 class Hook:
-    """A module's hook of this process alone: in a copy of the module it does nothing."""
+    """A hook of a module in this process only: in a copy of the module it does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self.call = call
@@ -61,7 +61,7 @@ class Hook:
 
 
 def _do_nothing(*given: Any) -> None:
-    """The copy of a Hook."""
+    """Stands in for a Hook in a copied module."""
 
 
 def _copy_of_hook() -> Callable[..., None]:
@@ -69,11 +69,11 @@ def _copy_of_hook() -> Callable[..., None]:
 
 
 def guard(module: nn.Module, wait: Callable[[], None]) -> None:
-    """Call `wait` before anything gets at the module's own parameters through the module.
+    """Call `wait` before any access to the module's own parameters through the module.
 
-    A forward hook alone would miss a parent that uses a child's weight without calling the child, and code that reads
-    weights between steps. Recurrent layers keep a list of their weights and read that, which the hook covers. Tensors
-    that were taken out of the module before are beyond reach.
+    A forward hook alone would miss a parent module that uses a child's weight without calling the child, and code that
+    reads weights between steps. Recurrent layers read their weights from a list of their own, which the hook covers.
+    Tensors that were taken out of the module earlier are not guarded.
     """
     module._parameters = Waiting(module._parameters, wait)
     module.register_forward_pre_hook(Hook(lambda *_: wait()))

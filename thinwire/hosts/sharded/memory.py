@@ -1,4 +1,4 @@
-"""What is remembered of gradients on the sharded host: what codecs lost on this rank, by bucket."""
+"""Error feedback of the sharded host: what codecs lost of the gradients on this rank, by bucket."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ HOPS = ("intra", "inter")
 
 
 class Memory:
-    """The feedback of each bucket's reduction, and the state that it lies in.
+    """The error feedback of each bucket's reduction, and the state that holds it.
 
-    Error feedback is kept by hop, estimates by what they are, both by the number of the bucket, and go to any layout. A
-    method may bring a GradientMemory of its own.
+    Error feedback is saved by hop, estimates by kind, both by the number of the bucket; any layout can load them. A
+    method may bring its own GradientMemory.
     """
 
     def __init__(self, method: ShardedMethod, buckets: Sequence[FlatBucket]) -> None:
@@ -51,7 +51,7 @@ class Memory:
         self.planned_bytes = sum(method.memory_bytes(bucket.layout) for bucket in buckets)
 
     def feedback(self, number: int) -> Feedback | None:
-        """The feedback of the next reduction of a bucket; None where nothing is fed back."""
+        """Error feedback for a bucket's next reduction; None if there is none."""
         if (memory := self.own[number]) is not None:
             return memory.of([0])
         key = str(number)
@@ -64,7 +64,10 @@ class Memory:
         return Lost(**held) if held else None
 
     def forget(self) -> None:
-        """A step was skipped, on all ranks: drop what is not finite, and estimates whole, on which ranks must agree."""
+        """After a step that all ranks skipped, drop what is not finite, and all estimates.
+
+        Ranks must agree on estimates, so those are dropped as a whole.
+        """
         self.state.forget()
         for kept in (self._sent, self._total, self._momentum):
             kept.replace({})

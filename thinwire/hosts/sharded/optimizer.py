@@ -46,18 +46,18 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     """The user's optimizer on this rank's shards, and the communication around it; made by `thinwire.zero`.
 
     One step, for the shard p that rank r owns, with gradient g of this rank, C_g and C_w the method's codecs:
-        backward        g_p = (1/P) sum_ranks C_g(g)_p       unit by unit, while backward goes on; of a parameter
-                                                             with a group of its own, the sum is over that
+        backward        g_p = (1/P) sum_ranks C_g(g)_p       unit by unit, while backward goes on; a parameter with a
+                                                             group of its own is summed over that group
         step            master_p = optimizer(master_p, g_p)
         gather          weights += C_w(master - weights)     (differences)  or  weights = C_w(master)
     All ranks add the same decoded packets, so replicas stay equal bit for bit. What C_w loses stays in
-    master - weights and comes back in the next difference.
+    master - weights and is part of the next difference.
 
     With error feedback, what C_g loses is added to the next gradient on the hop that lost it. The method's levels say
     over which ranks weights and gradients are cut, see Levels.
 
-    A step whose gradients hold an infinity or NaN on any rank is skipped on all ranks, with a warning. `param_groups`
-    and `state` are those of the user's optimizer, over flat fp32 pieces of the parameters that this rank owns.
+    If any rank's gradient has an infinity or NaN, all ranks skip the step, with a warning. `param_groups` and `state`
+    are those of the user's optimizer, over flat fp32 pieces of the parameters that this rank owns.
     """
 
     overlaps = True
@@ -79,8 +79,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     ) -> None:
         """Move the model's parameters into buckets.
 
-        comms: the groups that layouts name by number; first all ranks. residence: what lies on a disk; None: nothing.
-        initial: gives parameters their first values, where they have no memory yet.
+        comms: the groups to which the numbers in layouts refer; the first has all ranks. residence: the disk; None:
+        everything lies in memory. initial: gives the first values of a parameter that has no memory yet.
         """
         params = dict(model.named_parameters())
         self.model, self.inner, self.method, self.overlap = model, inner, method, overlap
@@ -148,7 +148,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
 
     @property
     def steps(self) -> int:
-        """Steps taken, those that were skipped included."""
+        """Number of steps, including those that were skipped."""
         return self._seeds.step
 
     @steps.setter
@@ -157,7 +157,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Reduce what is left, update this rank's shards, send the weights; a collective over all ranks.
+        """Reduce the remaining gradients, update this rank's shards, and send the weights. A collective over all ranks.
 
         Raises RuntimeError if gradients were changed after they were sent, PeerLostError if a rank is missing.
         """
@@ -170,7 +170,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the model's parameters."""
+        """Clear the gradients of the model's parameters."""
         for slot in self._slots:
             if set_to_none:
                 slot.param.grad = None
@@ -180,7 +180,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate, in fp32; the first one outside sends the sum.
 
-        Where gradients are cut over some ranks, those ranks add up what each backward leaves.
+        If gradients are cut over some ranks, those ranks add up the gradients after each backward.
         """
         return self._gradients.no_sync()
 
@@ -188,9 +188,9 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar).
 
-        The memory of error feedback follows, see Clipping. Call it between backward and step, on all ranks.
-        torch.nn.utils.clip_grad_norm_ sees only this rank's gradients, which have been sent already: step refuses to go
-        on after it.
+        Error feedback is scaled too, see Clipping. Call it between backward and step, on all ranks. Don't use
+        torch.nn.utils.clip_grad_norm_: it sees only this rank's gradients, which were sent already, and `step` raises
+        RuntimeError after it.
         """
         norm = super().clip_grad_norm_(max_norm)
         self.memory.state.scale_residuals(self._clipping.note(float(norm), max_norm))
@@ -199,19 +199,19 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     def synchronize(self) -> None:
         """Bring the whole updated weights to this rank, where they stay until the next backward.
 
-        Needed with overlap=True before weights are read other than through the model.
+        With overlap=True, call it before you read weights other than through the model.
         """
         self._weights.keep()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the layout is fixed when zero() is called. Raises RuntimeError."""
+        """Raises RuntimeError: the layout is fixed when zero() is called."""
         if self._complete:
             raise RuntimeError("parameters can't be added to a sharded optimizer: add them before calling zero()")
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def check_replicas(self) -> None:
-        """Compare the weights of all ranks that hold the same bit for bit; raises ReplicaError; a collective."""
+        """Compare the weights of all ranks that hold the same bit for bit. Raises ReplicaError. A collective."""
         held = {comm: [bucket for bucket in self.buckets if bucket.comm is comm] for comm in self._comms}
         kinds = {comm: own[0].layout.levels.weights_over for comm, own in held.items() if own}
         # To read weights that nobody else holds would only take time.
@@ -267,11 +267,11 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         return [slot for slot in self._slots if slot.bucket.comm is comm]
 
     def _ranks_of(self, comm: Communicator) -> Ranks:
-        """Who agrees on a group's parameters: on the main group's the whole mesh."""
+        """The ranks that agree on a group's parameters; for the main group, the whole mesh."""
         return self.ranks if comm is self.comm else Ranks(comm, comm)
 
     def _agree(self) -> Tensor:
-        """The global norm; on the way, who has gradients, the mean loss, and whether to stop."""
+        """Agree with all ranks on the global norm, the parameters with gradients, the mean loss, and stopping."""
         norm = math.nan
         for comm in self._comms:
             slots = self._slots_of(comm)
@@ -286,7 +286,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         return torch.tensor(norm, dtype=torch.float64)
 
     def _squares(self) -> float:
-        """The sum of squares of those elements of this rank's slices of the mean gradient that it counts."""
+        """Sum of squares of the elements of this rank's slices of the mean gradient that it counts."""
         total = 0.0
         for bucket in self.buckets:
             counted = [slot.owned for slot in bucket.slots if self.ranks.counts(slot.name)]
@@ -298,7 +298,10 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in a step of one micro-batch; the most it can be, if entropy-coded."""
+        """Payload bytes that this rank sends in a step of one micro-batch.
+
+        An upper bound if packets are entropy-coded.
+        """
         words = sum(self._ranks_of(comm).word_bytes(len(self._slots_of(comm))) for comm in self._comms)
         sent = sum(sent_by([unit.unit for unit in self.units], 1).values())
         return words + sent + (self._sums.bytes_per_step if self._sums is not None else 0)
@@ -328,7 +331,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         return sum(4 * bucket.layout.shard_numel * (bucket.comm.world_size - 1) for bucket in held), 0
 
     def _holding(self, names: Collection[str]) -> list[FlatBucket]:
-        """The buckets in which any of these parameters lies."""
+        """The buckets that hold any of these parameters."""
         return [bucket for bucket in self.buckets if any(slot.name in names for slot in bucket.slots)]
 
     def describe(self) -> list[Row]:
@@ -375,7 +378,10 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         }
 
     def _go_on(self, numbers: Mapping[str, Any]) -> None:
-        """Begin the next step, from what `_numbers` gave; other hosts know neither the clipping nor the seed."""
+        """Begin the next step with the result of `_numbers`.
+
+        Checkpoints of other hosts have neither clipping nor seed.
+        """
         self._seeds.step, self.skipped_steps = numbers["steps"], numbers["skipped_steps"]
         self._seeds.base = numbers.get("seed", self._seeds.base)
         self._clipping.last = numbers.get("clipped", 1.0)

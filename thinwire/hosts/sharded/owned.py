@@ -1,4 +1,4 @@
-"""This rank's pieces of the masters, which the user's optimizer steps in the place of the parameters."""
+"""This rank's pieces of the masters. The user's optimizer steps them in place of the parameters."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ class Owned:
 
     @property
     def held(self) -> Held:
-        """It as a part of the parameter."""
+        """This piece as a part of the parameter."""
         return Held(self.master, self.slot.span.numel, self.slot.offset)
 
 
 class States(Protocol):
-    """Masters and what the user's optimizer remembers, of this rank, wherever they lie."""
+    """This rank's masters and optimizer state, wherever they lie."""
 
     def step(self, used: Collection[str]) -> Iterator[LiveUnit]:
-        """Update the masters of the parameters `used`. Yields each unit, in order, when its masters are done."""
+        """Update the masters of the parameters `used`. Yield each unit, in order, when its masters are updated."""
         ...
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
-        """Put all of it into the snapshot, in pieces by parameter."""
+        """Add everything to the snapshot, in pieces by parameter."""
         ...
 
     def restore(self, source: Source) -> None:
-        """Take all of it from a checkpoint, whatever its layout."""
+        """Load everything from a checkpoint of any layout."""
         ...
 
 
 class StatesInMemory:
-    """All of it in memory. owned: the pieces of the masters, which are views of those of buckets."""
+    """Masters and optimizer state in memory. owned: the pieces of the masters, as views into the buckets' masters."""
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[LiveUnit]) -> None:
         self.inner, self.units = inner, units
@@ -77,7 +77,7 @@ class StatesInMemory:
 
 
 def take_over(inner: torch.optim.Optimizer, buckets: Sequence[FlatBucket]) -> list[Owned]:
-    """Put this rank's pieces of the masters in the place of the parameters, group by group."""
+    """Replace the optimizer's parameters by this rank's pieces of the masters, group by group."""
     found: list[Owned] = []
     for group, slots in zip(inner.param_groups, slots_of(inner, buckets), strict=True):
         group["params"] = []
@@ -99,7 +99,7 @@ def slots_of(inner: torch.optim.Optimizer, buckets: Sequence[FlatBucket]) -> lis
 
 
 def state_of_piece(held: dict[str, Any], slot: Slot) -> dict[str, Any]:
-    """What the optimizer remembers of a parameter, for the flat elements of which this rank has the masters."""
+    """The optimizer's state of a parameter, cut to the flat elements for which this rank has the masters."""
     piece = slice(slot.offset, slot.offset + slot.owned.stop - slot.owned.start)
     return {
         key: value.flatten()[piece].float().clone() if is_elementwise(value, slot.param) else copy.deepcopy(value)

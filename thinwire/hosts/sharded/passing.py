@@ -1,4 +1,4 @@
-"""Weights that are cut over some ranks: each module's are gathered when they are needed, and freed after."""
+"""Weights that are cut over ranks: each module's weights are gathered when they are needed, and freed afterwards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ AHEAD = 2
 class Passage:
     """Where the weights of a unit are.
 
-    is_whole: here, or on their way. is_kept: until the next backward, by request. versions: of each bucket's
-    parameters, when their weights were last this host's own.
+    Attributes:
+        is_whole: gathered, or being gathered.
+        is_kept: stay whole until the next backward, by request.
+        versions: of each bucket's parameters, when this host last wrote them.
     """
 
     is_whole: bool = True
@@ -34,9 +36,9 @@ class Passage:
 
 
 class PassingWeights(Weights):
-    """Weights cut over s1 ranks. A unit's are gathered by whoever touches them first.
+    """Weights that are cut over s1 ranks. A unit's weights are gathered on first use.
 
-    They are freed after the unit's forward, and after its backward, when its gradients leave.
+    They are freed after the unit's forward, and after its backward, when its gradients are sent.
     """
 
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, *, overlap: bool) -> None:
@@ -78,13 +80,13 @@ class PassingWeights(Weights):
                 self._start(previous)
 
     def _beside(self, unit: LiveUnit, step: int) -> LiveUnit | None:
-        """The module before or after, in order of forward; the root has a time of its own."""
+        """The module before or after in order of forward. The root counts separately."""
         at = self.units.index(unit) + step
         is_inner = bool(unit.unit.module) and 0 <= at < len(self.units)
         return self.units[at] if is_inner and self.units[at].unit.module else None
 
     def _start(self, unit: LiveUnit) -> None:
-        """Begin to gather the unit's weights, unless they are here or on their way."""
+        """Start to gather the unit's weights, unless they are whole or being gathered."""
         was_coming, passage = self.wait(unit), self._passages[unit]
         if not passage.is_whole:
             for bucket in unit.buckets:
@@ -143,7 +145,7 @@ class PassingWeights(Weights):
         self._free(unit)
 
     def _free(self, unit: LiveUnit) -> None:
-        """Keep this rank's 1/s1 of the weights, with what others have changed in place."""
+        """Free the whole weights. This rank's 1/s1 stays, with any changes that other code made in place."""
         passage = self._passages[unit]
         if passage.is_whole:
             self._arrive(unit)
@@ -167,7 +169,7 @@ class PassingWeights(Weights):
 
 
 def _set_whole(bucket: FlatBucket, is_whole: bool) -> None:
-    """Give `live` its memory, with undefined content, or take it away; the parameters stay views into it."""
+    """Give `live` its memory, with undefined content, or free it. The parameters stay views into it."""
     try:
         bucket.live.untyped_storage().resize_(bucket.live.nbytes if is_whole else 0)
     except RuntimeError as error:
@@ -178,7 +180,7 @@ def _set_whole(bucket: FlatBucket, is_whole: bool) -> None:
 
 
 def tensors_in(output: object) -> Iterator[Tensor]:
-    """The tensors in what a module returned."""
+    """The tensors in a module's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""What a sharded optimizer saves, and how it goes on from what was saved under any layout."""
+"""Saves a sharded optimizer, and loads what any layout saved."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ LEFT = "moving averages over few steps, of these pieces alone, and no sums"
 
 
 def replicas(bucket: FlatBucket, shard: Tensor) -> dict[str, Piece]:
-    """The pieces of a tensor like this rank's shard, as weights that compute; none where these are the masters."""
+    """The pieces of a tensor of the shape of this rank's shard, as compute weights.
+
+    Empty if the masters are used to compute.
+    """
     slots = [slot for slot in bucket.slots if slot.owned.start < slot.owned.stop]
     return {f"{REPLICA}/{slot.name}": slot.piece(shard) for slot in slots} if bucket.layout.has_replica else {}
 
 
 class ShardedState:
-    """Masters, compute weights, the memory of error feedback, and the user's optimizer, of one rank."""
+    """Masters, compute weights, error feedback and the user's optimizer of one rank."""
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class ShardedState:
         self.comm, self.buckets, self.memory = comm, buckets, memory
 
     def snapshot(self, numbers: Mapping[str, Any]) -> Snapshot:
-        """All of it in pieces that any layout can take: views of the live tensors."""
+        """All state in pieces that any layout can load: views of the live tensors."""
         own, common = {MEMORY: self.memory.state_dict()}, {**numbers, "lossy_weights": self.is_lossy}
         shares = [share.below(MEMORY) for share in self.memory.shares()]
         snapshot = Snapshot(self.layout(), own=own, common=common, shares=shares, left={MEMORY: LEFT})
@@ -56,7 +59,7 @@ class ShardedState:
 
     @torch.no_grad()
     def restore(self, source: Source) -> None:
-        """Go on from a checkpoint of any layout; from the same, bit for bit. A collective."""
+        """Continue from a checkpoint of any layout; from the same layout, bit for bit. A collective."""
         is_same = source.fits(self.layout())
         self.states.restore(source)
         self._restore_weights(source)
@@ -67,7 +70,7 @@ class ShardedState:
         self.memory.take_over(source.mean_of)
 
     def _restore_weights(self, source: Source) -> None:
-        """Read what the weights were that computed, or take the masters; then bring them to all ranks."""
+        """Load the compute weights, or take them from the masters, then send them to all ranks."""
         has_replica = any(bucket.layout.has_replica for bucket in self.buckets)
         if has_replica and not source.has_any(REPLICA):
             source.note("replicas that weight differences refer to", "transformed", "rebuilt from the weights")
@@ -81,12 +84,12 @@ class ShardedState:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether computing takes other weights than those that are saved."""
+        """Whether compute weights differ from the weights that are saved."""
         wires = [b.layout.wire for b in self.buckets if b.layout.levels.weights_over > 1]
         return any(isinstance(wire, LevelFormat) and not wire.shards.traits.lossless for wire in wires)
 
     def layout(self) -> dict[str, Any]:
-        """What must be the same for a state to be loaded as it is."""
+        """The properties that must be equal for a state to be loaded as it is."""
         levels = self.buckets[0].layout.levels
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         shapes = [(slot.name, tuple(slot.span.shape), str(slot.param.dtype)) for slot in slots]

@@ -1,4 +1,4 @@
-"""Updated weights on their way from the masters to the ranks that compute with them."""
+"""Sends updated weights from the masters to the ranks that compute with them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ log = logging.getLogger("thinwire")
 
 
 class Weights:
-    """Weights that are whole on every rank: sent once a step, awaited by whoever needs them.
+    """Weights that are whole on every rank. They are sent once a step, and awaited on first use.
 
-    at_once: units that are sent when a step ends; None: all. Each of the others follows when an earlier one is needed.
+    at_once: number of units to send when a step ends; None: all. Each of the others is sent when an earlier one is
+    used.
     """
 
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, at_once: int | None = None) -> None:
@@ -32,9 +33,9 @@ class Weights:
         self._coming: dict[LiveUnit, list[tuple[FlatBucket, Future[None]]]] = {}
 
     def send(self, updated: Iterable[LiveUnit]) -> None:
-        """Begin to send what the masters have become, in order of forward.
+        """Start to send the updated masters, in order of forward.
 
-        updated: all units in their order, each as soon as its masters are up to date.
+        updated: yields all units in their order, each as soon as its masters are updated.
         """
         self.unsent = deque(self.units)
         for number, _ in enumerate(updated):
@@ -42,7 +43,7 @@ class Weights:
                 self.send_next()
 
     def send_next(self) -> None:
-        """Send one more unit, if any is left."""
+        """Start to send one more unit, if any is left."""
         if self.unsent:
             unit = self.unsent.popleft()
             self._coming[unit] = [(bucket, bucket.comm.submit(self._job(bucket))) for bucket in unit.buckets]
@@ -57,7 +58,7 @@ class Weights:
         return unit in self._coming or unit in self.unsent
 
     def wait(self, unit: LiveUnit) -> bool:
-        """Return when what stays of the unit's weights is up to date; whether it was not known to be."""
+        """Wait until the unit's resident weights are up to date. Return whether they were still on their way."""
         while unit in self.unsent:
             self.send_next()
         if unit not in self._coming:
@@ -68,17 +69,17 @@ class Weights:
         return True
 
     def wait_all(self) -> None:
-        """Return when what stays of all weights is up to date."""
+        """Wait until all resident weights are up to date."""
         for unit in self.units:
             self.wait(unit)
 
     def forget(self) -> None:
-        """Wait for nothing any more, after all messages have ended: weights that have not come stay as they are."""
+        """After all messages have ended, wait for no more of them. Weights that did not arrive stay as they are."""
         self.unsent.clear()
         self._coming.clear()
 
     def bring(self, units: Sequence[LiveUnit]) -> None:
-        """Return when these units' weights are whole and up to date."""
+        """Wait until these units' weights are whole and up to date."""
         for unit in units:
             self.wait(unit)
 
@@ -87,9 +88,9 @@ class Weights:
         self.bring(self.units)
 
     def settle(self) -> None:
-        """Return when all weights are up to date; what was changed from outside, say by loading it, is in the masters.
+        """Wait until all weights are up to date, and copy changes from outside, such as loading, to the masters.
 
-        A rank looks at the part of the weights whose masters it has.
+        Each rank checks the part of the weights for which it has the masters.
         """
         self.wait_all()
         for bucket in (bucket for unit in self.units for bucket in unit.buckets if not self.is_away(bucket)):
@@ -102,7 +103,7 @@ class Weights:
                 bucket.note()
 
     def free(self) -> None:
-        """Return when nothing is on its way; nobody computes with the weights until they are brought again."""
+        """Wait until no weights are on their way. Nothing computes with them until `bring` is called again."""
         self.wait_all()
 
     def is_away(self, bucket: FlatBucket) -> bool:
@@ -111,24 +112,24 @@ class Weights:
 
     @contextmanager
     def held(self, bucket: FlatBucket) -> Iterator[FlatBucket]:
-        """The bucket with its weights in memory, to be changed."""
+        """Context with the bucket's weights in memory, where they may be changed."""
         yield bucket
 
     def shard(self, bucket: FlatBucket) -> Tensor:
-        """The compute weights that this rank holds of a bucket, to be read before another bucket's."""
+        """The compute weights of a bucket on this rank. Read them before you ask for another bucket's."""
         return bucket.shard
 
     def own(self, bucket: FlatBucket) -> Tensor:
-        """The compute weights of which this rank has the masters, wherever they lie; to be read."""
+        """The compute weights for which this rank has the masters, wherever they lie. Read only."""
         return bucket.own
 
     def is_done_with(self, unit: LiveUnit) -> None:
-        """The unit's backward has ended."""
+        """Note that the unit's backward has ended."""
         self.wait(unit)
 
 
 def moved(slot: Slot) -> RuntimeError:
-    """What to raise where a parameter is no longer in the memory that the host trains."""
+    """The error for a parameter that no longer lies in the memory that the host trains."""
     return RuntimeError(
         f"{slot.name!r} no longer lies where zero() put it, so training would not reach it: convert, move or load with "
         "assign=True before calling zero(), and copy new values in place after"
@@ -136,7 +137,7 @@ def moved(slot: Slot) -> RuntimeError:
 
 
 def tell_of_edits(bucket: FlatBucket, names: Sequence[str]) -> None:
-    """Warn that weights were changed by somebody else, and are kept."""
+    """Warn that other code changed weights, and that the changes are kept."""
     where = f"of {names[0]!r}" if len(names) == 1 else f"between {names[0]!r} and {names[-1]!r}"
     log.warning(
         "thinwire: rank %d: weights %s were changed outside the optimizer; their new values are taken as the masters",

@@ -51,30 +51,30 @@ def zero(
     initial: Callable[[str], Tensor] | None = None,
     announce: bool = True,
 ) -> tuple[Model, ShardedOptimizer]:
-    """Shard an optimizer over data-parallel ranks and compress what they exchange; the model object stays the same.
+    """Shard an optimizer over data-parallel ranks and compress what they exchange. The model object stays the same.
+
+    Call it on every rank, after you make the optimizer and before you train. Ranks may start with different weights:
+    rank 0's are used. It trains the parameters that the optimizer holds and that require gradients.
 
     Args:
         model: the same on all ranks; parameters in fp32, bf16 or fp16.
-        optimizer: elementwise, such as AdamW, or thinwire.Muon, Apollo or ApolloMini; it then steps flat fp32 pieces of
+        optimizer: elementwise, such as AdamW, or thinwire.Muon, Apollo or ApolloMini. It then steps flat fp32 pieces of
             the parameters.
         method: what travels and how, such as `thinwire.SDP4Bit()`.
         group: the ranks that hold replicas of this model: a process group, one dimension of a DeviceMesh, None for all.
-        local_size: ranks per node; None: found.
-        axis: given by `parallelize` in place of a group.
-        group_for: (name, parameter) -> another group (inside `group`), or global ranks, for some parameters, say
-            experts; None for the main one. Their gradients are summed over it, and divided by all ranks of the main
-            one: the mean of all losses is trained. `expert_parallel` gives one.
+        local_size: ranks per node; None: found from the launcher or host names.
+        axis: from `parallelize`, in place of a group.
+        group_for: (name, parameter) -> another group inside `group`, or global ranks, for some parameters such as
+            experts; None for the main group. Their gradients are summed over that group and divided by the number of
+            ranks of the main group, so the mean of all losses is trained. `expert_parallel` returns such a function.
         bucket_numel: elements of a bucket.
         overlap: let weights arrive during the next forward; then call optimizer.synchronize() before you read weights.
         seed: of stochastic rounding.
         timeout_s, checked: see Communicator.
-        residency: what of it all lies on a disk; None: nothing.
-        initial: gives the first values of a parameter, by name and alike on all ranks, for a model that
-            `thinwire.hollow` has made; each is asked for once, in order of registration but for vectors.
+        residency: which parts lie on a disk; None: none.
+        initial: for a model made by `thinwire.hollow`: returns the first values of a parameter by name, the same on all
+            ranks. Each is asked for once: matrices in order of registration, vectors separately.
         announce: rank 0 prints to stderr what was asked for, what is in effect, and why they differ.
-
-    Call it on every rank, after the optimizer is made and before anything is trained. Ranks may start from different
-    weights: rank 0's are taken. Only parameters that the optimizer holds and that require gradients take part.
 
     Raises ConfigError for a model or optimizer that can't be sharded, with the reason, and for ranks that were given
     different options.
@@ -133,7 +133,7 @@ def zero(
 
 
 def _check_method(method: object) -> None:
-    """Raise ConfigError for a method of another host, and for what is none."""
+    """Raise ConfigError for a method of another host, and for anything that is no method."""
     if isinstance(method, ShardedMethod):
         return
     name = getattr(method, "name", None)
@@ -145,7 +145,7 @@ def _check_method(method: object) -> None:
 
 
 def _check_cut(method: ShardedMethod, named: dict[str, nn.Parameter], levels: list[Levels]) -> None:
-    """Raise ConfigError for what weights that are cut over ranks do not work with."""
+    """Raise ConfigError for options that don't work if weights are cut over ranks."""
     if len(levels) > 1:
         raise ConfigError(f"group_for: {method.name} cuts weights over ranks of one group; leave it out")
     for name, param in named.items():
@@ -154,7 +154,7 @@ def _check_cut(method: ShardedMethod, named: dict[str, nn.Parameter], levels: li
 
 
 def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters to shard, in order of registration; raises ConfigError for what can't be."""
+    """The parameters to shard, in order of registration. Raises ConfigError for parameters that can't be sharded."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
             "the model is wrapped in DistributedDataParallel, which would reduce gradients too: give its .module"
@@ -195,7 +195,7 @@ def _same_start(
     comms: list[Communicator],
     chosen: dict[str, int],
 ) -> list[Row]:
-    """Make all ranks start from rank 0's weights and buffers, sending them only where they differ."""
+    """Give all ranks rank 0's weights and buffers, sending them only if they differ."""
     # Decoding rounds differently on another kind of device, and replicas would drift apart.
     device, comm = next(iter(named.values())).device, comms[0]
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

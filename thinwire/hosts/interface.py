@@ -43,9 +43,9 @@ class ParallelOptimizer:
             fewest steps of any rank, and `stop_requested` is true if any was asked to stop.
         has_islands: it trains together with islands, which may be lost and may join.
         overlaps: weights may arrive during the next forward.
-        tiers: bytes and seconds of this rank's disk; None: all lies in memory.
+        tiers: bytes and seconds of this rank's disk; None: everything lies in memory.
         weights_pass: weights lie on a disk, and pass through memory in every forward.
-        climb: of a step that takes the gradient uphill, too; None: it takes it at the weights alone.
+        climb: the ascent of a step that also computes gradients at a point uphill; None: only at the weights.
     """
 
     has_own_pace = False

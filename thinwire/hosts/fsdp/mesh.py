@@ -1,4 +1,4 @@
-"""Groups of ranks of a model that FSDP2 shards: those that cut a parameter, those that hold the same part, all."""
+"""Groups of ranks of a model that FSDP2 shards: those that share a parameter, those with the same part, all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether FSDP2's buffers are what thinwire takes them for: a known pattern in the place of the weights tells."""
+"""Checks the layout of FSDP2's buffers: gathers a known pattern in place of the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ PATTERN = 251
 
 
 def pattern_of(number: int, param: FSDPParameter) -> Tensor:
-    """Whole numbers in the shape and type of `param`, others for another parameter of the module; raw as bytes."""
+    """Whole numbers in the shape and dtype of `param`, different for each parameter of a module.
+
+    Raw parameters: as bytes.
+    """
     is_coded = param.dtype in FLOATS
     numel = param.shape.numel() * (1 if is_coded else param.dtype.itemsize)
     positions = torch.arange(numel, device=param.shard_data.device).mul_(31).add_(7 * number + 1).remainder_(PATTERN)
@@ -25,7 +28,7 @@ def pattern_of(number: int, param: FSDPParameter) -> Tensor:
 
 
 def expected_shards(unit: GatheredUnit, values: Sequence[Tensor]) -> Tensor:
-    """What thinwire takes FSDP2's buffer to be for whole parameters `values`: uint8 [num_shards, shard_bytes]."""
+    """The buffer that FSDP2 should make of whole parameters `values`: uint8 [num_shards, shard_bytes]."""
     shards = torch.zeros(unit.num_shards, unit.shard_bytes, dtype=torch.uint8, device=values[0].device)
     start = 0
     for param, value in zip(unit.params, values, strict=True):
@@ -43,11 +46,11 @@ def bits(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_layout_of(unit: GatheredUnit) -> None:
-    """Gather a known pattern in the place of the weights, and compare what FSDP2 makes of it; nothing is sent.
+    """Gather a known pattern in place of the weights, and compare FSDP2's result with it. Sends nothing.
 
-    Every rank knows all shards of the pattern. What FSDP2 hands in must be the rank's own weights in the order and the
-    types that thinwire expects, and what it shows as whole parameters must be the pattern. The weights are not touched.
-    Raises LayoutError where either differs.
+    Every rank knows all shards of the pattern. FSDP2's input must be the rank's own weights in the expected order and
+    dtypes, and its whole parameters must show the pattern. The weights are not changed. Raises LayoutError for any
+    difference.
     """
     patterns = [pattern_of(number, param) for number, param in enumerate(unit.params)]
     shards = expected_shards(unit, patterns)

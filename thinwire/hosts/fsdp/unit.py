@@ -1,9 +1,9 @@
-"""What FSDP2 gathers and reduces together, and which codec each part of it takes.
+"""Parameters that FSDP2 gathers and reduces together, and the codec of each.
 
-A rank's shard of a module is the concatenation of its parts of all parameters: a parameter is cut along one dimension
-into equal parts, one for each rank, the last padded with zeros to that size. A gather's buffer is the shards of all
-ranks one after the other, as bytes where parameters have different types; so is a reduction's, without the parameters
-that got no gradient.
+FSDP2 cuts a parameter along one dimension into equal parts, one for each rank; the last is padded with zeros to that
+size. A rank's shard of a module is the concatenation of its parts of all parameters. A gather's buffer is the shards of
+all ranks one after the other, as bytes if parameters have different dtypes. So is a reduction's buffer, without the
+parameters that got no gradient.
 """
 
 from __future__ import annotations
@@ -27,25 +27,28 @@ HALF = {torch.bfloat16: Cast("bf16"), torch.float16: Cast("fp16")}
 
 
 class StaleWeightsError(ThinwireError, RuntimeError):
-    """Weights were written in a way that can't be noticed on all ranks."""
+    """Weights were written in a way that other ranks can't notice."""
 
 
 class LayoutError(ThinwireError, RuntimeError):
-    """This torch lays out FSDP2's buffers in another way than thinwire knows."""
+    """This version of torch lays out FSDP2's buffers differently from what thinwire expects."""
 
 
 def at_most(codec: Codec, dtype: torch.dtype) -> Codec:
-    """An exact codec for values that are `dtype` already: 16 bits are enough for 16 bits."""
+    """An exact codec that uses no more bits than `dtype`: 16 bits for values that have 16 bits already."""
     return HALF.get(dtype, codec) if codec == Identity() else codec
 
 
 @dataclass(eq=False)
 class GatheredUnit:
-    """What FSDP2 gathers and reduces together: a module's parameters in their order in its buffers.
+    """The parameters of a module, which FSDP2 gathers and reduces together, in their order in its buffers.
 
-    index: number of the unit. wires: how each parameter travels; those of types that no codec takes, such as int8 and
-    float64, travel as they are. num_shards: ranks that a parameter is cut for. reached: parameters that have had a
-    gradient since the last reduction.
+    Attributes:
+        index: number of the unit.
+        wires: the codecs of each parameter. Parameters of dtypes that no codec takes, such as int8 and float64, travel
+            as they are.
+        num_shards: number of ranks over which a parameter is cut.
+        reached: the parameters that got a gradient since the last reduction.
     """
 
     index: int
@@ -61,12 +64,12 @@ class GatheredUnit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of FSDP2's buffer: bytes where the parameters differ."""
+        """The dtype of FSDP2's buffer; uint8 if the parameters' dtypes differ."""
         return self.dtypes[0] if len(set(self.dtypes)) == 1 else torch.uint8
 
     @property
     def coded(self) -> list[int]:
-        """The parameters that codecs take."""
+        """Indices of the parameters that codecs take."""
         return [i for i, dtype in enumerate(self.dtypes) if dtype in FLOATS]
 
     @property
@@ -76,17 +79,17 @@ class GatheredUnit:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of one rank's part of the others, in whole words: packets that follow must begin at one."""
+        """Bytes of one rank's part of the other parameters, in whole words: packets that follow must start at one."""
         num_bytes = self.shard_bytes - sum(self.params[i].shard_numel * self.dtypes[i].itemsize for i in self.coded)
         return -(-num_bytes // 8) * 8
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of one rank's part of all parameters, as they are gathered."""
+        """Bytes of one rank's part of all parameters when gathered."""
         return sum(p.shard_numel * dtype.itemsize for p, dtype in zip(self.params, self.dtypes, strict=True))
 
     def split(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """A rank's part of FSDP2's buffer: what codecs take, one dimension, and the bytes of the rest."""
+        """Split a rank's part of FSDP2's buffer into the values that codecs take, flat, and the bytes of the rest."""
         if self.dtype in FLOATS:
             return shard, shard.new_empty(0, dtype=torch.uint8)
         values, rest = [shard.new_empty(0, dtype=torch.float32)], [shard.new_empty(0, dtype=torch.uint8)]
@@ -100,7 +103,7 @@ class GatheredUnit:
         return torch.cat(values), torch.cat([*rest, shard.new_zeros(padding, dtype=torch.uint8)])
 
     def join(self, values: Tensor, rest: Tensor, out: Tensor) -> None:
-        """Fill a rank's part of FSDP2's buffer with what `split` gives of it."""
+        """Fill a rank's part of FSDP2's buffer; the inverse of `split`."""
         if self.dtype in FLOATS:
             out.copy_(values)
             return
@@ -118,12 +121,15 @@ class GatheredUnit:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The type of the gradients' sum."""
+        """The dtype in which gradients are summed."""
         trained = self.trained()
         return self.group.reduce_dtype or self.dtypes[trained[0] if trained else 0]
 
     def reached_hook(self, number: int) -> Callable[[Tensor], None]:
-        """What notes that autograd reached a parameter; raises ConfigError for a gradient that can't be reduced."""
+        """A hook that notes that autograd reached a parameter.
+
+        It raises ConfigError for a gradient that can't be reduced.
+        """
 
         def hook(whole: Tensor) -> None:
             check_dense(self.names[number], whole.grad)
@@ -132,7 +138,7 @@ class GatheredUnit:
         return hook
 
     def trained(self) -> list[int]:
-        """The parameters that get gradients."""
+        """Indices of the parameters that get gradients."""
         return [i for i, param in enumerate(self.params) if param.sharded.requires_grad]
 
     def weights(self) -> Sections:
@@ -140,13 +146,13 @@ class GatheredUnit:
         return self._sections(self.coded, [at_most(w.weights, d) for w, d in zip(self.wires, self.dtypes, strict=True)])
 
     def weights_exact(self) -> Sections:
-        """A codec of a rank's part of the weights that loses nothing."""
+        """A lossless codec of a rank's part of the weights."""
         return self._sections(self.coded, [at_most(Identity(), dtype) for dtype in self.dtypes])
 
     def gradients(self, present: Sequence[int], num_pieces: int = 1) -> tuple[Sections, Sections]:
-        """The codecs of a rank's part of the gradients of `present`, or of one of so many equal pieces of each.
+        """The codecs of a rank's part of the gradients of `present`, or of one of `num_pieces` equal pieces of each.
 
-        The first for the hop inside a node, the second for the hop between nodes.
+        The first is for the hop inside a node, the second for the hop between nodes.
         """
         intra = self._sections(present, [wire.intra for wire in self.wires], num_pieces)
         return intra, self._sections(present, [wire.inter for wire in self.wires], num_pieces)
@@ -156,9 +162,9 @@ class GatheredUnit:
         return Sections.of(parts, [-(-self.params[i].most_numel // num_pieces) for i in present])
 
     def take_reached(self, numel: int) -> list[int]:
-        """The parameters whose gradients FSDP2 put into a reduction of `numel` elements a rank; forgets them.
+        """The parameters whose gradients are in a reduction of `numel` elements per rank. Clears the record.
 
-        Raises LayoutError where that can't be known.
+        Raises LayoutError if that is not certain.
         """
         reached, trained = sorted(self.reached), self.trained()
         self.reached.clear()
@@ -171,27 +177,27 @@ class GatheredUnit:
         )
 
     def version(self) -> Version:
-        """What differs after a change that torch counts."""
+        """A value that differs after every change that torch counts."""
         return Version.of(self.params)
 
     def fingerprint(self) -> list[int]:
-        """What differs after any change of this rank's part."""
+        """A value that differs after any change of this rank's part."""
         return [fingerprint(param.shard_data) for param in self.params]
 
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """The tensors that hold a unit's weights, and how often each was written."""
+    """The tensors that hold a unit's weights, and the number of writes to each."""
 
     tensors: list[Tensor]
     counts: list[int]
 
     @classmethod
     def of(cls, params: Sequence[FSDPParameter]) -> Version:
-        """The version of these parameters as they are now."""
+        """The present version of these parameters."""
         rows = [param.version() for param in params]
         return cls([t for row in rows for t in (row[0], row[2])], [n for row in rows for n in (row[1], row[3])])
 
     def is_that_of(self, other: Version) -> bool:
-        """Whether nothing was written in between."""
+        """Whether nothing was written since `other`."""
         return self.counts == other.counts and all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))

@@ -1,4 +1,4 @@
-"""What the links between neighbouring stages carry, measured."""
+"""Measures the links between neighbouring stages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROBE_S, SMALLEST_BYTES, LARGEST_BYTES = 0.15, 1 << 14, 1 << 25
 
 
 def measured_links(comm: Communicator, mailbox: Mailbox) -> Network:
-    """Rates and delays between the ranks of a pipeline, equal on all of them; a collective.
+    """Rates and delays between the ranks of a pipeline, equal on all of them. A collective.
 
-    All ranks send to the next one at once, the last one to the first: messages grow until the slowest takes PROBE_S.
-    The delay is the time of a short message; `bucket_of` gives rate and burst, which is that of the link that lets the
-    least pass. The way back is taken to be as fast, and pairs that are no neighbours as slow as the slowest.
+    All ranks send to the next rank at once, the last to the first. Messages grow until the slowest takes PROBE_S. The
+    delay is the time of a short message. Rate and burst follow by `bucket_of`; the burst is that of the slowest link.
+    The way back is assumed to be as fast, and pairs that are no neighbours as slow as the slowest link.
     """
     if comm.world_size == 1:
         return Network.even(1)
@@ -49,7 +49,7 @@ def measured_links(comm: Communicator, mailbox: Mailbox) -> Network:
 
 
 def _around(comm: Communicator, mailbox: Mailbox, num_bytes: int) -> torch.Tensor:
-    """Seconds after which each rank has a message of the rank before it, fp64 [world_size]."""
+    """Seconds until each rank has a message from the rank before it, fp64 [world_size]."""
     label, size = Label("forward", 0, 0), comm.world_size
     time.sleep(REST_S)
     comm.barrier()

@@ -1,4 +1,4 @@
-"""What a step of a pipeline cost, as all ranks saw it."""
+"""Measures what a step of a pipeline cost on all ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from thinwire.methods.pipeline.simulate import SpreadCosts
 
 
 def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -> Costs:
-    """The costs of the last `run`, with these micro-batches: medians over them; a collective, equal on all ranks.
+    """The costs of the last `run` with these micro-batches: medians over them. A collective, equal on all ranks.
 
-    comm: over the pipeline's ranks, in order. Seconds are a rank's own, packing of messages included and waiting for
-    them not; a whole backward counts as two equal halves. Activations count as 1 each.
+    comm: over the pipeline's ranks, in order. Seconds are a rank's own. They include packing of messages, but not
+    waiting for them. A whole backward counts as two equal halves. Activations count as 1 each.
     """
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for action, begun_s, ended_s in runner.spans:

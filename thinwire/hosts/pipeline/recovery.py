@@ -1,4 +1,4 @@
-"""What a lost stage begins with: its neighbours' layers, and copies of what no neighbour has the like of."""
+"""Weights for a lost stage: from its neighbours' layers, and from copies of parameters outside of layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from thinwire.methods.pipeline.recover import between, counterpart, neighbours, 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What each rank of a pipeline trains, as all of them know it.
+    """The parameters that each rank of a pipeline trains, known to all of them.
 
-    layers: by rank, the names of its layers in order. ends: by rank, its parameters outside of layers, such as an
-    embedding; without those that are `tied`, which the first and the last rank have. like: every trained parameter,
-    without memory.
+    Attributes:
+        layers: for each rank, the names of its layers in order.
+        ends: for each rank, its parameters outside of layers, such as an embedding, without the tied ones.
+        tied: parameters that the first and the last rank share.
+        like: every trained parameter, without memory.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -32,7 +34,7 @@ class Holdings:
 
     @classmethod
     def of(cls, made: Cut) -> Holdings:
-        """The holdings of all stages, from a model that is still whole."""
+        """The parameters of all stages, from a model that is still whole."""
         names = {id(param): name for name, param in made.model.named_parameters() if param.requires_grad}
         layers: list[tuple[str, ...]] = []
         others: list[list[str]] = []
@@ -49,12 +51,12 @@ class Holdings:
         return cls(tuple(layers), ends, tied, like)
 
     def kept_by(self, rank: int) -> list[int]:
-        """The ranks of whose ends a rank keeps copies."""
+        """The ranks whose end parameters `rank` keeps copies of."""
         num_ranks = len(self.ends)
         return [other for other in range(num_ranks) if self.ends[other] and keeper_of(other, num_ranks) == rank]
 
     def trained_by(self, rank: int) -> tuple[str, ...]:
-        """The parameters that a rank steps; the first one steps those that are tied."""
+        """The parameters that a rank steps. The first rank steps the tied ones."""
         return *self.within(rank), *self.ends[rank], *(self.tied if rank == 0 else ())
 
     def within(self, rank: int) -> list[str]:
@@ -70,7 +72,7 @@ class Holdings:
         return sum(self.like[name].nbytes for name in names)
 
     def split(self, packet: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """The inverse of `packed`."""
+        """The parameters in a packet; the inverse of `packed`."""
         parts = packet.split([self.like[name].nbytes for name in names])
         return {
             name: part.clone().view(self.like[name].dtype).view(self.like[name].shape)
@@ -79,23 +81,23 @@ class Holdings:
 
 
 def packed(weights: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """uint8: the bytes of these weights, in this order."""
+    """uint8: the bytes of these weights, in the order of `names`."""
     parts = [weights[name].detach().contiguous().view(-1).view(torch.uint8) for name in names]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def keeper_of(rank: int, num_ranks: int) -> int:
-    """The rank that keeps a copy of what a rank has outside of layers."""
+    """The rank that keeps a copy of `rank`'s parameters outside of layers."""
     return neighbours(rank, num_ranks)[0]
 
 
 class EndCopies:
-    """Copies, on the neighbours, of what ranks have outside of layers.
+    """Copies, on neighbouring ranks, of each rank's parameters outside of layers.
 
     `send` after every update starts the messages, which travel during the next step. A copy is therefore that of the
     last update or of the one before it, never a mixture.
 
-    mailbox: of the pipeline, for nothing else. held: by rank, what this one keeps of it, uint8.
+    mailbox: of the pipeline, used for nothing else. held: for each rank, this rank's copy of its parameters, uint8.
     """
 
     def __init__(self, mailbox: Mailbox, holdings: Holdings, held: Mapping[int, Tensor]) -> None:
@@ -107,11 +109,11 @@ class EndCopies:
 
     @property
     def sent_bytes(self) -> int:
-        """Payload that this rank sends after each update."""
+        """Payload bytes that this rank sends after each update."""
         return self.holdings.num_bytes(self._own)
 
     def send(self, weights: Mapping[str, Tensor]) -> None:
-        """Start to send this rank's weights, after the copies before have come."""
+        """Wait for the copies that are on their way, then start to send this rank's weights."""
         self.take()
         self._coming = list(self.held)
         self.mailbox.begin([Expected(_label(rank), rank, copy.numel()) for rank, copy in self.held.items()])
@@ -125,10 +127,7 @@ class EndCopies:
         self.mailbox.finish()
 
     def rescue(self) -> dict[int, Tensor]:
-        """The copies as they are after a loss: what had come by then counts.
-
-        After `break_off` of the mailbox nothing is waited for.
-        """
+        """The copies that had arrived when a rank was lost. Waits for nothing after `break_off` of the mailbox."""
         while self._coming:
             with suppress(PeerLostError):
                 self._take_next()
@@ -140,7 +139,7 @@ class EndCopies:
 
 
 def first_copies(holdings: Holdings, model: nn.Module, rank: int) -> dict[int, Tensor]:
-    """What a rank keeps of others before the first update, from a model that is still whole."""
+    """A rank's copies of other ranks' parameters before the first update, from a model that is still whole."""
     weights = dict(model.named_parameters())
     return {other: packed(weights, holdings.ends[other]).cpu() for other in holdings.kept_by(rank)}
 
@@ -150,7 +149,7 @@ def _label(number: int) -> Label:
 
 
 class Transfer(NamedTuple):
-    """A message of a recovery. is_copy: the sender has these parameters of the receiver's as a copy."""
+    """A message of a recovery. is_copy: the sender sends its copy of the receiver's parameters."""
 
     sender: int
     receiver: int
@@ -159,7 +158,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(holdings: Holdings, how: str, lost: Collection[int]) -> list[Transfer]:
-    """All messages of a recovery, in an order that all ranks know."""
+    """All messages of a recovery, in the same order on all ranks."""
     num_ranks, found = len(holdings.layers), []
     for stage in sorted(lost):
         found += [Transfer(source, stage, holdings.within(source)) for source in sources(how, stage, num_ranks)]
@@ -175,10 +174,15 @@ def recovered(
     mailbox: Mailbox, holdings: Holdings, how: str, lost: Collection[int], norms: Sequence[float],
     weights: Mapping[str, Tensor], copies: Mapping[int, Tensor],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """What a lost rank begins with, by parameter; empty on the others. A collective over the pipeline.
+    """New weights for a lost rank, by parameter; empty on the others. A collective over the pipeline.
 
-    how: see RECOVERIES. norms: by rank, of the last gradients of its layers. weights: of this rank. copies: see
-    EndCopies. A parameter whose counterparts have other shapes is left out.
+    A parameter is left out if the neighbours' parameters have other shapes.
+
+    Args:
+        how: one of RECOVERIES.
+        norms: for each rank, the norm of the last gradients of its layers.
+        weights: this rank's.
+        copies: see EndCopies.
     """
     messages = list(enumerate(transfers(holdings, how, lost)))
     to_come = [(n, one) for n, one in messages if one.receiver == mailbox.rank]

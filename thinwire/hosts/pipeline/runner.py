@@ -1,4 +1,4 @@
-"""Runs a plan: this rank's actions in their order, with real messages between them."""
+"""Runs a plan: this rank's actions in their order, with real messages between ranks."""
 
 from __future__ import annotations
 
@@ -41,19 +41,28 @@ Shape = Callable[[int, Any], Sequence[int]]
 
 
 class Runner:
-    """Forwards and backwards of a step over the ranks of a pipeline.
+    """Runs the forwards and backwards of a step over the ranks of a pipeline.
 
-    plan: `check` must pass it. chunks: this rank's, by number: modules of (hidden state or None, micro-batch) that
-    give the next hidden state, or, at the end of a path, the mean loss of the micro-batch. mailbox: over the plan's
-    ranks in order. shape: of the output of (chunk, micro-batch); dtype: of all of these outputs, as they travel.
-    crossing: the codecs at borders between ranks. device: of the chunks. tied: see TiedWeights. last: by chunk, what
-    crossed the border behind it, where differences to that cross; keys: of a micro-batch's sequences. vocabulary: this
-    rank's rows of embedding and head, where the plan spreads them.
+    Batch normalisation uses each micro-batch's own statistics, and moves the running statistics once a step. Every rank
+    is given the same micro-batches; only the chunks and `shape` look inside them.
 
-    Batch normalisation takes each micro-batch's own statistics, and a step moves the running ones once. What a
-    micro-batch is, only the chunks and `shape` know: each rank is given the same ones. Raises ConfigError for
-    a plan that can't run, chunks that are not this rank's, and for other normalisation that keeps statistics where the
-    plan computes forwards twice, or orders in which both sides of a border with differences do not see the same.
+    Args:
+        plan: must pass `check`.
+        chunks: this rank's, by number: modules of (hidden state or None, micro-batch) that return the next hidden state
+            or, at the end of a path, the mean loss of the micro-batch.
+        mailbox: over the plan's ranks in order.
+        shape: (chunk, micro-batch) -> shape of the chunk's output.
+        dtype: of all outputs when they travel.
+        crossing: the codecs at borders between ranks.
+        device: of the chunks.
+        tied: see TiedWeights.
+        last: for each chunk, the last messages over the border after it, if differences from them are sent.
+        keys: micro-batch -> the keys of its sequences.
+        vocabulary: this rank's rows of embedding and head, if the plan spreads them.
+
+    Raises ConfigError for a plan that can't run; for chunks that are not this rank's; for other normalisation with
+    running statistics if the plan computes forwards twice; and for plans in which the two sides of a border that sends
+    differences would see micro-batches in different orders.
     """
 
     def __init__(
@@ -80,11 +89,12 @@ class Runner:
         self.spans: list[tuple[Action, float, float]] = []
 
     def run(self, micro_batches: Sequence[Any], shares: Sequence[float] | None = None) -> Tensor:
-        """Add the gradients of sum_m shares[m] * loss_m to the weights' ; this rank's part of that sum.
+        """Add the gradients of sum_m shares[m] * loss_m to the weights' gradients. Return this rank's part of that sum.
 
-        shares: by default 1/M each; of ragged micro-batches the tokens' parts of all. The parts of all ranks add up to
-        the loss: only a rank at which paths end has one that is not zero. Raises ConfigError for another number of
-        micro-batches than the plan's; PeerLostError and other errors of a mailbox.
+        shares: the weight of each micro-batch; by default 1/M each, for micro-batches of unequal length their share of
+        the tokens. The parts of all ranks add up to the loss; they are zero except on ranks at the end of a path.
+        Raises ConfigError for a number of micro-batches other than the plan's; PeerLostError and other errors of a
+        mailbox.
         """
         gradients = self.tied.gradients_to_come(self.plan.num_micro_batches)
         with once(self._normalising, commits=True) as self._statistics:
@@ -98,9 +108,9 @@ class Runner:
     def evaluate(
         self, micro_batches: Sequence[Any], shares: Sequence[float] | None = None, first_number: int | None = None
     ) -> Tensor:
-        """Run the forwards of `run` alone. A chunk may end a path with another tensor than a loss.
+        """Run only the forwards of `run`. Here the last chunk may return any tensor in place of a loss.
 
-        first_number: of the first micro-batch, by which codecs draw; None: all draw as the first of the run.
+        first_number: number of the first micro-batch, for the codecs' randomness; None: all count as the run's first.
         """
         order = [action for action in self.order if action.kind in FORWARD_KINDS]
         with once(self._normalising, commits=False) as self._statistics:
@@ -109,7 +119,7 @@ class Runner:
         return output
 
     def sent_bytes(self, micro_batches: Sequence[Any]) -> int:
-        """Payload that this rank sends in `run`, by formula; the most it can be where a codec's packets vary."""
+        """Payload bytes that this rank sends in `run`, by formula; an upper bound if packets vary in length."""
         own = map(self.mailbox.share_bytes, self.messages_of(self.mailbox.rank, micro_batches))
         return self.tied.sent_bytes + sum(own)
 
@@ -121,7 +131,7 @@ class Runner:
                     yield self._num_bytes(given, micro_batches)
 
     def border_bytes(self, direction: str, chunk: int, micro_batches: Sequence[Any]) -> float:
-        """Mean size of a message with a chunk's output, or with its gradient; 0 behind the last chunk of all paths."""
+        """Mean bytes of a message with a chunk's output, or with its gradient; 0 after the last chunk of all paths."""
         routes = self.plan.routes
         crossing = [visit for visit, after in routes.after.items() if visit.chunk == chunk and after is not None]
         shapes = [torch.Size(self.shape(chunk, micro_batches[visit.micro_batch])) for visit in crossing]
@@ -130,7 +140,7 @@ class Runner:
         return sum(sizes) / max(1, len(sizes))
 
     def shared_bytes(self, micro_batches: Sequence[Any]) -> dict[str, float]:
-        """Mean size of a message of what ranks share, by kind."""
+        """Mean bytes of a message between ranks that share the vocabulary, by kind."""
         found: dict[str, list[int]] = {}
         for rank in range(self.plan.num_ranks):
             for given in (given for action in self.plan.orders[rank] for given in self.plan.routes.gives(action)):
@@ -199,12 +209,12 @@ class Runner:
 
     @property
     def vocabulary(self) -> SpreadVocabulary:
-        """The vocabulary of a plan that spreads it over the stages."""
+        """This rank's part of the vocabulary, in a plan that spreads it over the stages."""
         assert self._vocabulary is not None
         return self._vocabulary
 
     def sender(self, arrival: Arrival | Shared) -> int:
-        """The rank that what arrives comes from."""
+        """The rank that sends this message."""
         if isinstance(arrival, Shared):
             return arrival.source
         routes = self.plan.routes
@@ -213,11 +223,11 @@ class Runner:
         return self.plan.home[visit.chunk]
 
     def target(self, arrival: Arrival | Shared) -> int:
-        """The rank at which it arrives."""
+        """The rank that receives this message."""
         return arrival.target if isinstance(arrival, Shared) else self.plan.home[arrival.chunk]
 
     def border(self, arrival: Arrival | Shared) -> int:
-        """The chunk whose output, or its gradient, arrives; of what ranks share, a number of its own."""
+        """The chunk whose output, or its gradient, is sent; messages about the vocabulary have numbers of their own."""
         num = len(self.plan.home)
         if isinstance(arrival, Shared):
             # What the head is given comes from the last chunk; parts and gradients must draw apart.
@@ -229,7 +239,7 @@ class Runner:
         return before.chunk
 
     def label(self, arrival: Arrival | Shared) -> Label:
-        """How the mailbox knows it."""
+        """The label of the message in the mailbox."""
         if isinstance(arrival, Shared):
             # Behind the hops of all chunks.
             place = ("hidden", "scores", "rows", "part", "gradient").index(arrival.kind) * self.plan.num_ranks
@@ -249,14 +259,14 @@ class Runner:
 
 
 def direction_of(arrival: Arrival | Shared) -> str:
-    """How a message counts, and by which codec it goes."""
+    """Whether a message counts as "forward" or "backward", which also selects its codec."""
     if isinstance(arrival, Shared):
         return "backward" if arrival.kind in ("part", "gradient") else "forward"
     return arrival.kind
 
 
 class _RunningStep:
-    """What one call of `run` or `evaluate` has under way."""
+    """The progress of one call of `run` or `evaluate`."""
 
     def __init__(
         self, runner: Runner, micro_batches: Sequence[Any], shares: Sequence[float], first_number: int | None
@@ -271,7 +281,7 @@ class _RunningStep:
         self._passes: dict[int, HeadPass] = {}
 
     def arrived(self, action: Action) -> list[Tensor]:
-        """What an action needs from its neighbours, when it is there."""
+        """Wait for the tensors that an action needs from other ranks, and return them."""
         needs = self.runner.plan.routes.needs(action)
         return [self._taken(need) for need in needs if isinstance(need, Arrival | Shared)]
 
@@ -306,7 +316,7 @@ class _RunningStep:
         return runner.crossing.unpack(direction_of(arrival), packet, shape, runner.dtype)
 
     def _last(self, direction: str, border: int) -> LastMessages | None:
-        """What differences over a border refer to, in training."""
+        """The last messages over a border, to which differences refer; None if none are sent, or in evaluation."""
         return self.runner.last.get(border) if direction == "forward" and torch.is_grad_enabled() else None
 
     def _keys(self, micro_batch: Any) -> Sequence[bytes]:
@@ -314,7 +324,7 @@ class _RunningStep:
         return self.runner.keys(micro_batch)
 
     def do(self, action: Action, arrived: Sequence[Tensor]) -> None:
-        """One action, and what others need of it sent to them."""
+        """Run one action, and send its results to the ranks that need them."""
         visit = action.visit
         if action.kind in SPREAD_KINDS:
             self._give(action, self._spread(action, arrived))
@@ -353,7 +363,7 @@ class _RunningStep:
         return state.forward()
 
     def _spread(self, action: Action, arrived: Sequence[Tensor]) -> Tensor | None:
-        """What this rank does on its rows of embedding or head; what it gives others of that."""
+        """Run this rank's part of an action on embedding or head. Return what other ranks need of it."""
         vocabulary, number = self.runner.vocabulary, action.micro_batch
         micro_batch, share = self.micro_batches[number], self.shares[number]
         if action.kind == EMBED:
@@ -390,7 +400,7 @@ class _RunningStep:
                 self._pass_on(arrival, value)
 
     def _share(self, shared: Sequence[Shared], value: Tensor) -> None:
-        """Give ranks, this one too, the same value, or each its part of a gradient."""
+        """Send the same value to several ranks, this one included, or to each its part of a gradient."""
         runner, number = self.runner, shared[0].micro_batch
         values = [value] * len(shared)
         if shared[0].kind == "gradient":

@@ -1,4 +1,4 @@
-"""Messages that all ranks of a tensor axis have: each carries a share over the border, and they gather it behind."""
+"""Messages to all ranks of a tensor axis: each rank sends a share, and the receiving ranks gather the shares."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class SharedMailbox(Mailbox):
     """A mailbox between stages whose ranks on the tensor axis all send and take the same messages.
 
     Of a message of n bytes, rank i of t sends bytes [i s, (i + 1) s), with s = ceil(n / t), to rank i of the other
-    stage, whose ranks then gather the shares. A border thus carries each byte once, and the same bits arrive. The ranks
+    stage, whose ranks then gather the shares. So a border carries each byte once, and the same bits arrive. The ranks
     of a tensor axis must take the same messages in the same order.
+
+    axis: communicator over the tensor ranks. place, options: as for Mailbox.
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021),
     section 4.1.
-
-    axis: over the tensor ranks. place, options: as Mailbox takes them.
     """
 
     def __init__(self, axis: Communicator, *place: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""One rank's stage of a pipeline: its part of the model, and the steps and forwards that it takes with the others."""
+"""One rank's stage of a pipeline: its part of the model, and the steps and forwards that it runs with others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def models_own(module: Any, batch: Any) -> Tensor:
-    """The loss that a model gives."""
+    """The loss that the model itself returns."""
     return module(*batch)
 
 
@@ -53,7 +53,7 @@ def keys_of(micro_batch: Batch) -> list[bytes]:
 
 
 class StageChunk(nn.Module):
-    """A chunk as a training loop calls a model: through the loop's loss function, which may time or cast."""
+    """A chunk that is called through the training loop's loss function, which may measure time or cast."""
 
     def __init__(self, chunk: Chunk, dtype: torch.dtype) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class StageChunk(nn.Module):
         self.loss: Loss = models_own
 
     def forward(self, hidden: Tensor | None, micro_batch: tuple[Tensor, Tensor | None]) -> Tensor:
-        """See Chunk. A hidden state leaves in the pipeline's dtype."""
+        """See Chunk. The hidden state that it returns has the pipeline's dtype."""
         found: list[Tensor] = []
 
         def module(*batch: Any) -> Tensor:
@@ -78,10 +78,12 @@ class StageChunk(nn.Module):
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a rank keeps of a model.
+    """A rank's part of a model.
 
-    tied: by rank, weights that it uses too. holdings: what all ranks have; copies: what this one keeps of others' ends,
-    where a lost stage is recovered. vocabulary: this rank's rows of embedding and head, where all ranks have some.
+    Attributes:
+        tied: for each rank, the weights that this rank and that one share.
+        holdings, copies: if lost stages are recovered: the parameters of all ranks, and this rank's copies of others'.
+        vocabulary: this rank's rows of embedding and head, if all ranks have some.
     """
 
     options: Pipeline
@@ -96,15 +98,15 @@ class StagePart:
 
     @property
     def rows(self) -> SpreadRows | None:
-        """How parameters lie of which this rank has some rows."""
+        """Which rows of which parameters this rank has."""
         return None if self.vocabulary is None else self.vocabulary.rows
 
 
 def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipeline, mesh: DeviceMesh) -> StagePart:
-    """Leave in the model, and in the optimizer, what the stage of this rank trains.
+    """Leave in model and optimizer only the parameters that this rank's stage trains.
 
     Names stay those of the whole model. Raises ConfigError, before anything is changed, for a model that can't be cut
-    so.
+    this way.
     """
     stages, rank = mesh.size(), mesh.get_local_rank()
     apart = options.recover == SWAP
@@ -136,7 +138,7 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
 
 
 def check_ties(made: Cut) -> None:
-    """Raise ConfigError for a weight of both ends that is cut over a tensor axis."""
+    """Raise ConfigError if embedding and head share a weight that the tensor axis cuts, on two stages."""
     if any(isinstance(param, DTensor) for param in made.tied((0, 1), 0).get(1, [])):
         raise ConfigError(
             "embedding and head share a weight that the tensor axis cuts, and lie on two stages: not served; nearest: "
@@ -146,10 +148,13 @@ def check_ties(made: Cut) -> None:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step's forwards and backwards take, simulated with what was measured.
+    """The predicted time of a step's forwards and backwards, simulated from measurements.
 
-    step_s: seconds. bubbles: the part of them in which each rank computes nothing. in_flight: the most micro-batches
-    that each rank keeps activations of. link_bytes: by (from, to), in one step.
+    Attributes:
+        step_s: seconds.
+        bubbles: for each rank, the share of the step in which it computes nothing.
+        in_flight: for each rank, the most micro-batches whose activations it keeps at once.
+        link_bytes: bytes sent in one step, by (from, to).
     """
 
     step_s: float
@@ -168,7 +173,7 @@ class Prediction:
 
 
 class LastLogits(nn.Module):
-    """A pipeline as the writer of a text calls a model, which needs the logits of the last token alone."""
+    """A pipeline in the form in which a text generator calls a model: it returns the logits of the last token only."""
 
     def __init__(self, stage: PipelineStage, model: nn.Module) -> None:
         super().__init__()
@@ -176,15 +181,18 @@ class LastLogits(nn.Module):
         self.max_seq_len: Any = model.max_seq_len
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, 1, vocab]; a collective over the pipeline."""
+        """Logits [batch, 1, vocab]. A collective over the pipeline."""
         return self.stage.forward(tokens, last_only=True)
 
 
 class PipelineStage:
-    """Takes steps with the other stages. Its ranks see the same micro-batches, (tokens, targets), in the same order.
+    """Runs steps with the other stages. All ranks see the same micro-batches, (tokens, targets), in the same order.
 
-    part: of this rank. mesh: the pipeline axis. optimizer: over the part's weights; its meter counts the messages.
-    tensor: the axis that cuts the weights of a stage, if any.
+    Args:
+        part: this rank's.
+        mesh: the pipeline axis.
+        optimizer: over the part's weights; its meter counts the messages.
+        tensor: the axis that cuts the weights of a stage, if any.
     """
 
     def __init__(
@@ -228,7 +236,7 @@ class PipelineStage:
 
     @property
     def number(self) -> int:
-        """The number of this stage, counted from 0."""
+        """Number of this stage, from 0."""
         return self.comm.rank
 
     @property
@@ -237,22 +245,24 @@ class PipelineStage:
 
     @property
     def borders(self) -> str:
-        """Where and how hidden states are rounded; empty where they travel as they are."""
+        """Where and how hidden states are rounded; empty if they travel exactly."""
         made, codec = self.part.made, self.crossing.forward + (", differences" if self.part.options.delta else "")
         ends = "" if self.part.vocabulary is None else ", and at both ends"
         return "" if self.crossing.codec("forward") is None else f"{codec} behind {made.sizes} on {made.home}{ends}"
 
     def cut_loss(self, head: nn.Linear) -> None:
-        """Have the model's head give the loss, see thinwire.losses.cut_loss; of no effect where it is not."""
+        """Let the model's head compute the loss, see thinwire.losses.cut_loss; no effect on stages without the head."""
         for chunk in self.part.chunks.values():
             if chunk.chunk.gives_loss:
                 cut_loss(chunk.chunk.model, head)
 
     def forward_backward(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
-        """The gradients of the mean loss over all tokens of the batches; the loss where the head is, else 0.
+        """Compute the gradients of the mean loss over all tokens of the batches.
 
-        Every rank's gradients leave as soon as its own last backward is done. Raises ConfigError for a number of
-        batches that the plan can't take.
+        Return the loss on the head's rank, else 0.
+
+        Each rank sends its gradients as soon as its own last backward is done. Raises ConfigError for a number of
+        batches that does not fit the plan.
         """
         runner = self._runner(len(batches))
         runner.num_before = self.num_before
@@ -273,7 +283,7 @@ class PipelineStage:
         return float(part)
 
     def next_loss(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
-        """The loss that `forward_backward` would have, the mean over all replicas; a collective over all ranks."""
+        """The loss that `forward_backward` would return, as the mean over all replicas. A collective over all ranks."""
         self._call_by(loss)
         part = self._runner(len(batches)).evaluate(batches, token_shares(batches), self.num_before)
         everyone = self.optimizer.everyone
@@ -282,9 +292,9 @@ class PipelineStage:
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, last_only: bool = False) -> Tensor:
-        """The logits of tokens [batch, seq], or the mean loss, on every rank of the pipeline; a collective over it.
+        """Logits of tokens [batch, seq], or the mean loss, on every rank of the pipeline. A collective over it.
 
-        Nothing can be trained with it. last_only: the logits of the last token alone.
+        Without gradients. last_only: only the logits of the last token.
         """
         self._call_by(models_own)
         output = self._forward_runner().evaluate([(tokens, targets)], [1.0])
@@ -305,18 +315,18 @@ class PipelineStage:
         return whole
 
     def weights_written(self) -> None:
-        """Others than `step` have written this stage's weights: what other ranks have of them is brought anew."""
+        """Note that something other than `step` has written this stage's weights. Copies elsewhere are sent again."""
         self.tied.is_stale = True
 
     def restore(self, num_before: int) -> None:
-        """Go on after so many micro-batches; the copies of weights on other ranks are brought anew."""
+        """Continue after `num_before` micro-batches. Copies of weights on other ranks are sent again."""
         self.num_before = num_before
         self.weights_written()
         self._forget_messages()
         self.keep_copies()
 
     def _forget_messages(self) -> None:
-        """Differences refer to zeros again, as on all ranks."""
+        """Reset the messages to which differences refer to zeros, as all ranks do."""
         home, options = self.part.made.home, self.part.options
         if options.delta:
             own = [n for n, ends in enumerate(pairwise(home)) if ends[0] != ends[1] and self.comm.rank in ends]
@@ -324,14 +334,17 @@ class PipelineStage:
             self._runners.clear()
 
     def keep_copies(self) -> None:
-        """After an update: the neighbours get what they keep of this stage. Waits for the copies before alone."""
+        """After an update, start to send the neighbours their copies of this stage.
+
+        Waits only for the previous copies.
+        """
         if self.ends is not None:
             self.optimizer.synchronize()
             self.ends.send(self.weights)
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """This rank's, by name; a tied one by that of its owner."""
+        """This rank's weights by name; a tied one under its owner's name."""
         found: dict[str, Tensor] = dict(self.part.made.model.named_parameters())
         for params in self.part.tied.values():
             found.update(zip(self.part.holdings.tied, params, strict=True))
@@ -339,22 +352,22 @@ class PipelineStage:
 
     @property
     def lr_factor(self) -> float:
-        """What the learning rate of this stage is multiplied with."""
+        """The factor of this stage's learning rate."""
         return lr_factor(self.recoveries.get(self.comm.rank, 0))
 
     def rescue(self) -> dict[int, Tensor]:
-        """What this rank keeps of others and no optimizer has the state of, by rank; under its own, a borrowed weight.
+        """After a loss: this rank's copies of others' weights, by rank, as far as they had arrived.
 
-        Call it after a loss: what had come by then counts.
+        A borrowed weight, for which no optimizer of this rank has state, is listed under this rank's own number.
         """
         assert self.ends is not None
         own = {self.number: packed(self.weights, self.part.holdings.tied).cpu()} if self.tied.borrowed else {}
         return self.ends.rescue() | own
 
     def copy_replica(self, source: int, weights: Mapping[str, Tensor]) -> None:
-        """Take the weights of one replica of this stage, bit for bit; a collective over its replicas.
+        """Copy the weights of one replica of this stage, bit for bit. A collective over its replicas.
 
-        source: its number among them. weights: its own, by name; others' names and shapes alone count.
+        source: number of that replica. weights: its own, by name; on the others only names and shapes count.
         """
         holdings = self.part.holdings
         names = [*holdings.within(self.number), *holdings.ends[self.number]]
@@ -369,16 +382,16 @@ class PipelineStage:
         self, lost: Collection[int], norms: Sequence[float], copies: Mapping[int, Tensor],
         recoveries: Mapping[int, int], healthy: int = 0,
     ) -> None:  # fmt: skip
-        """Give lost stages weights again, in a new pipeline; a collective over all ranks. Their moments begin anew.
+        """Give lost stages new weights, in a new pipeline. Their moments start anew. A collective over all ranks.
 
         Afterwards every rank calls `restore`.
 
         Args:
-            lost: stages of which no process has the state; the others have restored theirs.
-            norms: by stage, `norm` before the loss; of a lost one any number.
-            copies: what `rescue` gave on this rank before the loss; of a lost one empty.
-            recoveries: by stage, how often it was recovered before; equal on all ranks.
-            healthy: the replica of the pipeline from which the others take lost stages.
+            lost: stages whose state no process has; the others have restored theirs.
+            norms: for each stage, its `norm` before the loss; any number for a lost one.
+            copies: what `rescue` returned on this rank before the loss; empty for a lost one.
+            recoveries: for each stage, how often it was recovered before; equal on all ranks.
+            healthy: number of the replica of the pipeline whose weights the other replicas copy.
         """
         assert self.ends is not None
         for rank, copy in copies.items():
@@ -397,7 +410,7 @@ class PipelineStage:
         self.recoveries = {stage: recoveries.get(stage, 0) + (stage in lost) for stage in {*recoveries, *lost}}
 
     def break_off(self) -> None:
-        """Close all connections after a loss: whoever waits for this rank learns of it at once."""
+        """Close all connections after a loss, so that ranks that wait for this one get an error at once."""
         self.comm.break_off()
         if self.alike is not None:
             self.alike.break_off()
@@ -416,9 +429,9 @@ class PipelineStage:
         return float(nn.utils.get_total_norm(grads)) if grads else 0.0
 
     def sent_bytes(self, batches: Sequence[Batch]) -> list[int]:
-        """Payload of each rank in a step of these micro-batches, by formula, without what replicas send each other.
+        """Payload bytes of each rank in a step of these micro-batches, without messages between replicas, by formula.
 
-        The most that it can be where a codec's packets vary in length.
+        An upper bound if packets vary in length.
         """
         made, runner = self.part.made, self._runner(len(batches))
         found = [sum(runner.messages_of(rank, batches)) for rank in range(self.num_stages)]
@@ -468,7 +481,7 @@ class PipelineStage:
         return self._runners[num]
 
     def _forward_runner(self) -> Runner:
-        """A runner of a plan for one micro-batch, of which only the forwards run."""
+        """A runner of a plan for the forwards of one micro-batch."""
         if not self._forwards:
             home = self.part.made.home
             barriers = self.part.options.barriers if self.part.vocabulary is not None else 0
@@ -490,7 +503,7 @@ class PipelineStage:
         )  # fmt: skip
 
     def _fit(self, runner: Runner, batches: Sequence[Batch]) -> None:
-        """Measure, and plan the steps that follow; all ranks make the same plan of the same numbers."""
+        """Measure, and plan the steps that follow. All ranks compute the same plan from the same numbers."""
         costs: Costs = self._of_first(measured(runner, self.comm, batches))
         network: Network = self._of_first(measured_links(self.comm, self._probe))
         num = len(batches)
@@ -501,7 +514,7 @@ class PipelineStage:
         self.prediction = Prediction(found.makespan_s, bubbles, in_flight(plan), found.link_bytes)
 
     def _of_first(self, value: Any) -> Any:
-        """What the first of the ranks that are alike has found: they must act in one order."""
+        """The first replica's result, for all replicas: they must run actions in one order."""
         if self.alike is None:
             return value
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

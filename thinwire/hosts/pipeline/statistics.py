@@ -1,4 +1,4 @@
-"""Running statistics of batch normalisation, which a step of several micro-batches moves once."""
+"""Running statistics of batch normalisation, moved once for all micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def tracking(chunks: Iterable[nn.Module]) -> list[_BatchNorm]:
-    """The modules of some chunks that keep running statistics of batches."""
+    """The modules of some chunks that keep running statistics."""
     modules = (module for chunk in chunks for module in chunk.modules())
     return [module for module in modules if isinstance(module, _BatchNorm) and module.track_running_stats]
 
@@ -34,7 +34,7 @@ class StepStatistics:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, a forward is one that was counted before."""
+        """Context for forwards whose statistics were counted before."""
         self._counts = False
         try:
             yield
@@ -43,7 +43,7 @@ class StepStatistics:
 
     @torch.no_grad()
     def note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A forward of a module; a forward pre-hook."""
+        """Count a forward of a module; used as a forward pre-hook."""
         if not self._counts or not module.training:
             return
         assert isinstance(module, _BatchNorm)
@@ -68,7 +68,7 @@ class StepStatistics:
 
 @contextmanager
 def once(modules: Sequence[_BatchNorm], *, commits: bool) -> Iterator[StepStatistics]:
-    """Inside, forwards move no statistics; at the end those of all of them do so once, or, without `commits`, not."""
+    """Context in which forwards don't move statistics. At its end they move once, for all forwards, if `commits`."""
     found = StepStatistics()
     hooks = [module.register_forward_pre_hook(found.note) for module in modules] if commits else []
     for module in modules:

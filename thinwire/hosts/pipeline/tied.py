@@ -1,4 +1,4 @@
-"""Weights that two ranks of a pipeline use: one of them steps the weight, the other sends its gradient."""
+"""Weights that two ranks of a pipeline share: one rank steps the weight, the other sends it its gradient."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from thinwire.collectives import Expected, Label, Mailbox
 
 
 class TiedWeights:
-    """This rank's copies of weights that other ranks use too; the lower rank of two is the owner.
+    """Weights that this rank and other ranks use. The lower of two ranks is the owner.
 
-    At the end of a step the owner has the sum of both gradients, and the other rank none. Before its next forward the
-    other rank takes the owner's weight as it is by then, so that copies are equal whatever has stepped the weight.
+    At the end of a step the owner has the sum of both gradients, and the other rank has none. Before its next forward
+    the other rank receives the owner's present weight, so the copies are equal whatever has stepped the weight.
 
-    mailbox: of the pipeline. tied: by rank, weights that it uses too, in the same order there; the ranks must call the
-    same methods in the same order. is_stale: whether the owner's weight may have changed. A message is known as
-    if of a micro-batch after the last, each at a hop of its own.
+    Args:
+        mailbox: of the pipeline. Messages count as those of a micro-batch after the last, each with its own hop.
+        tied: for each rank, the weights shared with it, in the same order there. Ranks must call the same methods in
+            the same order.
+
+    is_stale: whether the owner's weight may have changed.
     """
 
     def __init__(self, mailbox: Mailbox, tied: Mapping[int, Sequence[nn.Parameter]]) -> None:
@@ -29,17 +32,17 @@ class TiedWeights:
 
     @property
     def borrowed(self) -> list[nn.Parameter]:
-        """Weights that this rank uses and does not own."""
+        """The weights that this rank uses but does not own."""
         return [param for _, param in self._borrowed]
 
     @property
     def sent_bytes(self) -> int:
-        """Payload of the next step: weights of the owner, gradients of the other."""
+        """Payload bytes of the next step: weights sent by owners, gradients sent by the others."""
         sent = [*(self._owned if self.is_stale else ()), *self._borrowed]
         return sum(self.mailbox.share_bytes(param.nbytes) for _, param in sent)
 
     def weights_to_come(self, number: int) -> list[Expected]:
-        """The messages that `take_weights` will take; number: of micro-batches in the step."""
+        """The messages that `take_weights` will take. number: micro-batches in the step."""
         return self._expected("forward", self._borrowed, number) if self.is_stale else []
 
     def gradients_to_come(self, number: int) -> list[Expected]:
@@ -48,19 +51,19 @@ class TiedWeights:
 
     @torch.no_grad()
     def take_weights(self, number: int) -> None:
-        """Before this rank's first forward."""
+        """Receive the owners' weights. Call it before this rank's first forward."""
         for label, (_, param) in _labelled("forward", self._borrowed, number) if self.is_stale else ():
             param.copy_(self._taken(label, param))
 
     def send_weights(self, number: int) -> None:
-        """After this rank's first forward, when its own weights have arrived."""
+        """Send the weights that this rank owns. Call it after its first forward, when its own weights have arrived."""
         for label, (peer, param) in _labelled("forward", self._owned, number) if self.is_stale else ():
             self._send(peer, label, param.detach())
         self.is_stale = False
 
     @torch.no_grad()
     def add_gradients(self, number: int) -> None:
-        """After this rank's last backward. The weights are to be stepped next."""
+        """Send and add gradients. Call it after this rank's last backward; the weights are stepped next."""
         for label, (peer, param) in _labelled("backward", self._borrowed, number):
             self._send(peer, label, torch.zeros_like(param) if param.grad is None else param.grad)
             param.grad = None

@@ -1,4 +1,4 @@
-"""One micro-batch at one chunk: forward, recomputation, and backward, whole or in halves."""
+"""One micro-batch on one chunk: forward, recomputation, and backward, whole or in halves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from thinwire import _compat
 
 
 class VisitState:
-    """What a rank keeps of a visit from its forward to the end of its backward.
+    """What a rank keeps of one micro-batch on one chunk, from its forward to the end of its backward.
 
-    input: what arrived, in memory of its own; None at the start of a path. recomputed: the forward keeps its input
-    and the state of the random numbers alone.
+    input: what arrived, in memory of its own; None at the start of a path. recomputed: the forward keeps only its input
+    and the state of the random generators.
     """
 
     def __init__(self, chunk: nn.Module, input: Tensor | None, micro_batch: Any, *, recomputed: bool) -> None:
@@ -29,7 +29,7 @@ class VisitState:
         self._groups: list[dict[str, Any]] | None = None
 
     def forward(self) -> Tensor:
-        """The chunk's output, without its graph, which stays here."""
+        """The chunk's output, detached. The graph stays in this object."""
         if self.input is not None and self.input.is_floating_point():
             self.input.requires_grad_()
         if self.recomputed:
@@ -39,14 +39,14 @@ class VisitState:
         return self._with_graph()
 
     def recompute(self) -> None:
-        """The forward again, with the same random numbers; those of the others go on as if it had not been."""
+        """Run the forward again with the same random numbers. The generators' states are as before afterwards."""
         with _replayed(self._random):
             self._with_graph()
 
     def backward(self, gradient: Tensor | float) -> Tensor | None:
-        """The gradient of the input, after that of the weights has been added to theirs.
+        """Add the weights' gradients to theirs. Return the gradient of the input.
 
-        gradient: of the output; a number for an output that is a loss.
+        gradient: of the output; a number if the output is a loss.
         """
         output = self._taken()
         if output.requires_grad:
@@ -54,7 +54,7 @@ class VisitState:
         return self._gradient_of_input()
 
     def backward_input(self, gradient: Tensor | float) -> Tensor | None:
-        """The gradient of the input alone; where there is no input, the gradient is kept for `backward_weight`."""
+        """Return only the gradient of the input. Without an input, keep the gradient for `backward_weight`."""
         if self.input is None:
             self._gradient = gradient
             return None
@@ -63,7 +63,7 @@ class VisitState:
         return self._gradient_of_input()
 
     def backward_weight(self) -> None:
-        """What `backward_input` left: the gradients of the weights."""
+        """Add the weights' gradients, which `backward_input` left out."""
         if self._groups is None:
             assert self._gradient is not None
             self.backward(self._gradient)

@@ -1,4 +1,4 @@
-"""A vocabulary on all ranks of a pipeline: a rank's rows of embedding and head, and its work for each micro-batch."""
+"""A vocabulary spread over a pipeline: each rank has rows of embedding and head, and works on every micro-batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor | None]
 
 
 class VocabularyRows(nn.Module):
-    """The rows of an embedding or a head that a rank has, in the place of the whole."""
+    """A rank's rows of an embedding or a head, in place of the whole."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -40,16 +40,16 @@ class VocabularyRows(nn.Module):
 
 @dataclass(frozen=True)
 class SpreadRows:
-    """Parameters of which this rank has the rows `own`, and how they lie in a checkpoint, which holds no padding.
+    """Parameters of which this rank has the rows `own`, and their places in a checkpoint, which holds no padding.
 
-    shapes: of the whole, by name.
+    shapes: of the whole parameters, by name.
     """
 
     own: Own
     shapes: dict[str, torch.Size]
 
     def piece_of_whole(self, key: str, piece: Piece, number: int = 0, count: int = 1) -> Piece:
-        """As TensorAxis.piece_of_whole. What the piece has of the padding becomes zero."""
+        """See TensorAxis.piece_of_whole. The padding in the piece becomes zero."""
         name = next((name for name in self.shapes if key.endswith(f"/{name}")), None)
         # A rank's own state covers only its part.
         if name is None or key.startswith("own/"):
@@ -61,7 +61,7 @@ class SpreadRows:
         return replace(shared, is_copy=False, values=shared.values[:real], offset=min(offset, numel), numel=numel)
 
     def share_of_whole(self, share: Share) -> Share | None:
-        """As TensorAxis.share_of_whole; None for nothing but padding."""
+        """See TensorAxis.share_of_whole; None if the piece is only padding."""
         if share.name not in self.shapes:
             return share
         whole, width = self.shapes[share.name], self.shapes[share.name][1:].numel()
@@ -78,9 +78,9 @@ class SpreadRows:
 def spread_rows(
     made: Cut, optimizer: torch.optim.Optimizer, own: Own
 ) -> tuple[VocabularyRows, VocabularyRows, SpreadRows]:
-    """Leave in model and optimizer this rank's rows of embedding and head alone; one module if they are tied.
+    """Leave in model and optimizer only this rank's rows of embedding and head; one module if they are tied.
 
-    Raises ConfigError for an optimizer that needs whole tensors of them.
+    Raises ConfigError for an optimizer that needs these parameters as whole tensors.
     """
     assert made.vocabulary is not None
     places = made.vocabulary.embedding.name, made.vocabulary.head
@@ -111,7 +111,7 @@ def spread_rows(
 class SpreadVocabulary:
     """This rank's work on embedding and head. A micro-batch is (tokens, targets or None), the same on all ranks.
 
-    rows: see `spread_rows`. padding: a token whose embedding is not trained. features: of a hidden state.
+    rows: see `spread_rows`. padding: a token whose embedding is not trained. features: width of a hidden state.
     """
 
     def __init__(
@@ -125,26 +125,26 @@ class SpreadVocabulary:
         self.loss: Callable[[Any, Any], Tensor] = lambda module, batch: module(*batch)
 
     def count(self, rank: int, micro_batch: Batch) -> int:
-        """How many tokens of a micro-batch a rank has the rows of; its share of all where tokens are not known."""
+        """Number of tokens of a micro-batch whose rows a rank has; if tokens are on the meta device, an equal share."""
         if micro_batch[0].is_meta:
             return micro_batch[0].numel() // self.num_ranks
         return int(self._here(rank, micro_batch).sum())
 
     def num_elements(self, kind: str, rank: int, micro_batch: Batch) -> int:
-        """Of a message; see Shared. rank: the one whose rows it is about."""
+        """Number of elements of a message, see Shared. rank: the rank whose rows it is about."""
         if kind in ("rows", "gradient"):
             return self.count(rank, micro_batch) * self.features
         has_loss = micro_batch[1] is not None
         return micro_batch[0].numel() * (NUM_SCORES * has_loss if kind == "scores" else self.features)
 
     def embed(self, micro_batch: Batch) -> Tensor:
-        """[n, h]: the rows of the tokens that are here, in their order."""
+        """[n, h]: the embeddings of the tokens whose rows are here, in the tokens' order."""
         tokens = micro_batch[0].flatten()
         found = tokens[self.rows.own.local(tokens)[1]] - self.rows.own.first
         return self.embedding.weight.detach()[found]
 
     def joined(self, micro_batch: Batch, of_ranks: Sequence[Tensor]) -> Tensor:
-        """[batch, seq, h]: the embedding, of what all ranks have of it."""
+        """[batch, seq, h]: the embeddings of all tokens, from every rank's `embed`."""
         tokens = micro_batch[0]
         whole = of_ranks[0].new_empty(tokens.numel(), self.features)
         for rank, rows in enumerate(of_ranks):
@@ -152,12 +152,12 @@ class SpreadVocabulary:
         return whole.view(*tokens.shape, self.features)
 
     def parted(self, micro_batch: Batch, gradient: Tensor) -> list[Tensor]:
-        """The inverse of `joined`: [n, h] for each rank."""
+        """The inverse of `joined`: the gradient [n, h] for each rank."""
         flat = gradient.reshape(-1, self.features)
         return [flat[self._here(rank, micro_batch)] for rank in range(self.num_ranks)]
 
     def scatter(self, micro_batch: Batch, gradient: Tensor) -> None:
-        """Add the gradient [n, h] of what `embed` gave."""
+        """Add the gradient [n, h] of the result of `embed` to the rows' gradient."""
         own, tokens = self.rows.own, micro_batch[0].flatten()
         tokens = tokens[own.local(tokens)[1]]
         gradient = gradient.view(-1, self.features)
@@ -172,24 +172,27 @@ class SpreadVocabulary:
         return found.view(*micro_batch[0].shape, self.rows.own.size).to(hidden.dtype)
 
     def factors(self, hidden: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """X [N, h] and the head's rows in the dtype of their product, by default that of autocast."""
+        """X [N, h] and the head's rows, in the dtype of their product; by default autocast's."""
         kind = hidden.device.type
         own = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         dtype = own if dtype is None else dtype
         return hidden.reshape(-1, self.features).to(dtype), self.head.weight.detach().to(dtype)
 
     def add(self, rows: VocabularyRows, gradient: Tensor) -> None:
-        """Add the gradient to those of the rows, in place."""
+        """Add the gradient to the rows' gradient, in place."""
         gradient = gradient.to(rows.weight.dtype)
         rows.weight.grad = gradient if rows.weight.grad is None else rows.weight.grad.add_(gradient)
 
     def _here(self, rank: int, micro_batch: Batch) -> Tensor:
-        """Which tokens a rank has the rows of; bool [N]."""
+        """bool [N]: the tokens whose rows a rank has."""
         return self._owns[rank].local(micro_batch[0].flatten())[1]
 
 
 class HeadPass:
-    """A micro-batch at the head of one rank, from S to T. share: of its mean loss in the step's."""
+    """A micro-batch at the head of one rank, from action S to action T.
+
+    share: weight of its mean loss in the step's loss.
+    """
 
     def __init__(self, vocabulary: SpreadVocabulary, micro_batch: Batch, share: float, barriers: int) -> None:
         assert micro_batch[1] is not None
@@ -201,7 +204,7 @@ class HeadPass:
         self._agreed: SoftmaxShare | None = None
 
     def score(self, hidden: Tensor) -> Tensor:
-        """S: what other ranks are told, [3, N]."""
+        """Action S: the scores [3, N] that are sent to other ranks."""
         vocabulary = self.vocabulary
 
         def module(*batch: Any) -> Tensor:
@@ -217,7 +220,10 @@ class HeadPass:
 
     @torch.no_grad()
     def agree(self, told: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """C: this micro-batch's part of the loss; with one barrier this rank's part of the hidden state's gradient."""
+        """Action C: the micro-batch's part of the loss.
+
+        With one barrier also this rank's part of the hidden state's gradient.
+        """
         assert self._found is not None
         stacked = torch.stack([each.view(NUM_SCORES, -1) for each in told])
         by_token = self.token_gradients.to(stacked.dtype)
@@ -228,7 +234,10 @@ class HeadPass:
 
     @torch.no_grad()
     def train(self) -> Tensor | None:
-        """T: adds the gradient of the head's rows; with two barriers the part of the hidden state's gradient."""
+        """Action T: add the gradient of the head's rows.
+
+        With two barriers, return the part of the hidden state's gradient.
+        """
         assert self._found is not None and self._agreed is not None
         vocabulary, by_token = self.vocabulary, self.token_gradients.to(self._agreed.loss.dtype)
         _, weight = vocabulary.factors(self.x, self.x.dtype)
@@ -244,5 +253,5 @@ class HeadPass:
 
 
 def whole_logits(of_ranks: Tensor, size: int) -> Tensor:
-    """[..., V] of [p, ..., V/p], without padding."""
+    """Logits [..., V] from [p, ..., V/p], without padding."""
     return of_ranks.movedim(0, -2).flatten(-2)[..., :size].contiguous()

@@ -1,4 +1,4 @@
-"""Runs models on parts of sequences: the attentions' messages, the model's seams, the loss over all ranks."""
+"""Runs models on parts of sequences: messages of attention, interfaces to models, the loss over all ranks."""
 
 from thinwire.hosts.sequence.attention import ring_attention, ulysses_attention
 from thinwire.hosts.sequence.parallel import SequenceRanks, sequence_parallel

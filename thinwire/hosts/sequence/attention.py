@@ -27,20 +27,22 @@ def ulysses_attention(
 ) -> Tensor:  # fmt: skip
     """Attention over the whole sequence: each rank gets all tokens of some heads, attends, and sends the outputs back.
 
-    Heads that do not divide go to the first ranks, one more each. Key heads that several ranks read go to each of them.
-    Ranks have the tokens of the sequence in their order, equally many. q, k and v have a message each, which are under
-    way at once; those of their gradients are awaited one by one, when autograd goes on behind each.
+    If heads do not divide evenly, the first ranks get one more each. A key head that several ranks need goes to each of
+    them. Every rank has equally many tokens, and ranks have the tokens in the sequence's order. q, k and v travel in
+    separate messages at the same time; their gradients are awaited one by one, when autograd needs each.
 
     Args:
-        q: this rank's tokens, [batch, heads, tokens, d]; k, v: [batch, kv_heads, tokens, d]; each of them, or what
-            `send_heads` gave for it.
+        q, k, v: this rank's tokens, or the results of `send_heads` for all three.
         wire: ranks of the sequence, with the codecs; a Communicator: exact.
-        is_causal: tokens attend to those before them.
+        is_causal: tokens attend only to themselves and to earlier tokens.
         attend: attention of whole sequences; by default torch's, with is_causal.
         members: ranks of `wire` that exchange heads; by default all.
 
-    Returns this rank's tokens of the output, in the shape of q. A collective. Raises ConfigError for fewer heads than
-    ranks.
+    Shape:
+        q: [batch, heads, tokens, d]. k, v: [batch, kv_heads, tokens, d].
+        result: this rank's tokens of the output, in the shape of q.
+
+    A collective. Raises ConfigError for fewer heads than ranks.
     Source: Jacobs et al., "DeepSpeed Ulysses" (2023), section 3.
     """
     wire = SequenceWire(wire) if isinstance(wire, Communicator) else wire
@@ -58,20 +60,24 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, wire: SequenceWire | Communicator, *, is_causal: bool = True,
     scale: float | None = None, members: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention over the whole sequence: keys and values pass from rank to rank while the block before is computed.
+    """Attention over the whole sequence: keys and values pass from rank to rank while the previous block is computed.
 
-    Outputs of blocks merge by the logarithms of their softmax's sums. In the backward, keys and values pass once more,
-    and each block's gradients of them go straight home. With a codec, a block is rounded once, by its owner.
+    Outputs of blocks are merged by the logarithms of their softmax's sums. In the backward, keys and values pass once
+    more, and each block's gradients go straight to its owner. With a codec, each block is rounded once, by its owner.
 
     Args:
-        q: this rank's tokens, [batch, heads, tokens, d]; k, v: [batch, kv_heads, tokens, d].
+        q, k, v: this rank's tokens.
         wire, members: see ulysses_attention.
-        is_causal: tokens attend to those before them. Then the ranks' tokens are those of `SequenceLayout(1, ranks)`,
-            see `tokens_of`: of 2 P chunks, rank r has chunks r and 2 P - 1 - r, so that all compute alike.
-        scale: of q k^T; by default 1 / sqrt(d).
+        is_causal: tokens attend only to themselves and to earlier tokens. The ranks' tokens must then be those of
+            `SequenceLayout(1, ranks)`, see `tokens_of`: of 2 P chunks, rank r has chunks r and 2 P - 1 - r, so that all
+            ranks compute equally much.
+        scale: factor of q k^T; by default 1 / sqrt(d).
 
-    Returns this rank's tokens of the output, in the shape of q. A collective. Raises ConfigError for an odd number of
-    tokens under a causal mask.
+    Shape:
+        q: [batch, heads, tokens, d]. k, v: [batch, kv_heads, tokens, d].
+        result: this rank's tokens of the output, in the shape of q.
+
+    A collective. Raises ConfigError for an odd number of tokens with a causal mask.
     Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
     """
     wire = SequenceWire(wire) if isinstance(wire, Communicator) else wire
@@ -82,9 +88,9 @@ def ring_attention(
 
 
 def send_heads(x: Tensor, heads: int, kv_heads: int, wire: SequenceWire, layout: SequenceLayout) -> Tensor | Sent:
-    """q, k or v, [batch, its heads, tokens, d], sets out for the ranks of its heads, for `sequence_attention`.
+    """Start to send q, k or v, [batch, its heads, tokens, d], to the ranks of its heads, for `sequence_attention`.
 
-    Every rank sends them in the same order. Where no heads are exchanged, x itself. A collective.
+    Every rank sends them in the same order. If no heads are exchanged, it returns x itself. A collective.
     """
     if layout.ulysses == 1:
         return x
@@ -97,7 +103,7 @@ def sequence_attention(
 ) -> Tensor:  # fmt: skip
     """Attention of a layout: heads are exchanged inside each group, keys and values travel between the groups.
 
-    q, k, v: see ulysses_attention. attend: of whole sequences, where nothing travels in a ring.
+    q, k, v: see ulysses_attention. attend: attention of whole sequences, for layouts without a ring.
     """
     rank = wire.comm.rank
     if layout.ring > 1:
@@ -111,16 +117,16 @@ def sequence_attention(
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None = None) -> Tensor:
-    """torch's attention, with groups of query heads for each key head."""
+    """torch's attention, in which each key head serves a group of query heads."""
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
 def apart(attend: Attend, bounds: Sequence[Sequence[int]]) -> Attend:
-    """An attention in which each document of a sequence sees itself alone.
+    """An attention in which each document of a sequence attends only to itself.
 
-    bounds: for each sequence, where its documents begin, and where the last ends; of whole sequences.
+    bounds: for each whole sequence, where its documents begin, and where the last one ends.
     """
 
     def attend_apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -136,7 +142,7 @@ def apart(attend: Attend, bounds: Sequence[Sequence[int]]) -> Attend:
 
 
 class HeadExchange:
-    """Tokens of all heads on each rank, to all tokens of some heads, and back. members: the ranks that exchange."""
+    """Turns some tokens of all heads into all tokens of some heads, and back. members: the ranks that exchange."""
 
     def __init__(self, wire: SequenceWire, members: Sequence[int], heads: int, kv_heads: int) -> None:
         self.wire, self.members = wire, list(members)
@@ -146,32 +152,32 @@ class HeadExchange:
         self.group = heads // kv_heads
 
     def shares(self, num_heads: int) -> list[slice]:
-        """For each rank, its heads of a tensor that has so many: of queries, or of keys or values."""
+        """The heads of each rank, for a tensor with `num_heads` heads: of queries, or of keys or values."""
         return self.queries if num_heads == self.queries[-1].stop else self.keys
 
     def to_heads(self, x: Tensor, shares: Sequence[slice], *, is_backward: bool) -> Future[Tensor]:
-        """x [batch, all heads, own tokens, d] sets out for the ranks that have `shares` of it; see `heads_here`."""
+        """Start to send x [batch, all heads, own tokens, d] to the ranks of its heads; see `heads_here`."""
         batch, _, tokens, width = x.shape
         sends = [x[:, share].transpose(0, 1).reshape(-1, width) for share in shares]
         return self._send(sends, [batch * tokens * _len(shares[self.own])] * len(sends), is_backward)
 
     def heads_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int) -> Tensor:
-        """What the others' `to_heads` sent this rank: [batch, own heads, all tokens, d]."""
+        """The result of all ranks' `to_heads`: [batch, own heads, all tokens, d]."""
         rows = self.wire.comm.wait(sent)
         parts = rows.view(len(self.members), _len(shares[self.own]), batch, -1, rows.shape[1])
         return parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def to_tokens(self, x: Tensor, shares: Sequence[slice], *, is_backward: bool) -> Future[Tensor]:
-        """x [batch, own heads, all tokens, d] sets out for the ranks of its tokens; see `tokens_here`."""
+        """Start to send x [batch, own heads, all tokens, d] to the ranks of its tokens; see `tokens_here`."""
         batch, _, tokens, width = x.shape
         sends = [part.transpose(0, 1).reshape(-1, width) for part in x.chunk(len(self.members), 2)]
         each = batch * tokens // len(self.members)
         return self._send(sends, [each * _len(share) for share in shares], is_backward)
 
     def tokens_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int) -> Tensor:
-        """What the others' `to_tokens` sent this rank: [batch, all heads, own tokens, d].
+        """The result of all ranks' `to_tokens`: [batch, all heads, own tokens, d].
 
-        It is the transpose of `heads_here`: what several ranks give for one head is added.
+        The transpose of `heads_here`: what several ranks send for one head is added.
         """
         rows, numbers = self.wire.comm.wait(sent), [_len(share) for share in shares]
         tokens = len(rows) // (batch * sum(numbers))
@@ -182,7 +188,7 @@ class HeadExchange:
         return result
 
     def for_queries(self, x: Tensor) -> Tensor:
-        """Key or value heads that this rank's queries read, in equal groups of them."""
+        """The key or value heads that this rank's queries need, repeated in equal groups."""
         share, first = self.queries[self.own], self.keys[self.own].start
         heads = [head // self.group - first for head in range(share.start, share.stop)]
         each, rest = divmod(len(heads), x.shape[1])
@@ -198,9 +204,9 @@ class HeadExchange:
 
 
 class Sent:
-    """q, k or v on its way to the ranks of its heads, in a message of its own; its gradient comes back in another.
+    """q, k or v on its way to the ranks of its heads, in its own message. Its gradient returns in another message.
 
-    token: by which autograd orders both.
+    token: an empty tensor through which autograd orders both.
     """
 
     def __init__(self, exchange: HeadExchange, num_heads: int, batch: int) -> None:
@@ -210,7 +216,7 @@ class Sent:
 
     @classmethod
     def of(cls, exchange: HeadExchange, x: Tensor) -> Sent:
-        """x [batch, heads, own tokens, d], which sets out now."""
+        """Start to send x [batch, heads, own tokens, d]."""
         made = cls(exchange, x.shape[1], len(x))
         made.token = _Leave.apply(made, x)
         return made
@@ -303,7 +309,10 @@ class _Ring(torch.autograd.Function):
 
 
 def _passing(own: Tensor, wire: SequenceWire, members: list[int]) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its keys and values [2, batch, kv_heads, tokens, d]) of all others in turn; the next is under way."""
+    """Yield (rank, its keys and values [2, batch, kv_heads, tokens, d]) for all others in turn.
+
+    The next message travels meanwhile.
+    """
     rank, size = members.index(wire.comm.rank), len(members)
     if size == 1:
         return

@@ -13,7 +13,8 @@ from thinwire import _compat
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v, and the logarithm of the softmax's sums, fp32 or fp64 [batch, heads, queries].
 
-    q: [batch, heads, queries, d]; k, v: [batch, kv_heads, keys, d].
+    Shape:
+        q: [batch, heads, queries, d]. k, v: [batch, kv_heads, keys, d].
     """
     if q.device.type == "cpu":
         return _compat.cpu_flash_forward(q, k, v, is_causal, scale)
@@ -23,7 +24,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> t
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from one block, where `out` and `sums` are those of all blocks together.
+    """Gradients of q, k and v from one block. `out` and `sums` are those of all blocks together.
+
+    `grad` is that of `out`.
 
     The weights of the block are exp(scale q k^T - sums), so the blocks' gradients add up.
     """
@@ -74,9 +77,13 @@ def summed(x: Tensor, heads: int) -> Tensor:
 
 
 def merge(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention to two blocks of keys from that to each.
+    """Merge the attention to two blocks of keys.
 
-    With s = log(exp(s1) + exp(s2)): out = exp(s1 - s) out1 + exp(s2 - s) out2.
+    With s = log(exp(s1) + exp(s2)): out = exp(s1 - s) out1 + exp(s2 - s) out2. Returns out and s.
+
+    Shape:
+        out, more: [batch, heads, queries, d]. sums, more_sums: s1, s2 [batch, heads, queries].
+
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
     both = torch.logaddexp(sums, more_sums)

@@ -1,4 +1,4 @@
-"""Splits sequences over neighbouring ranks of a group, and brings their losses together."""
+"""Splits sequences over neighbouring ranks of a group, and combines their losses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class SequenceRanks:
     """A rank's place among those that share its sequences; made by `sequence_parallel`.
 
     Attributes:
-        layout: which ranks exchange heads, and among which keys and values travel.
-        comm: ranks of this rank's sequences. everyone: all ranks that train the model.
+        layout: which ranks exchange heads, and between which ranks keys and values travel.
+        comm: ranks of this rank's sequences.
+        everyone: all ranks that train the model.
     """
 
     def __init__(
@@ -49,15 +50,16 @@ class SequenceRanks:
     def split(
         self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """This rank's tokens and targets, of sequences that all ranks of the sequence give alike.
+        """This rank's tokens and targets. All ranks of a sequence give the same whole sequences.
 
-        Sequences are padded to a multiple of layout.unit: by token 0 and target -100, which counts for nothing.
+        Sequences are padded to a multiple of layout.unit with token 0 and target -100, which is ignored in the loss.
 
         Shape:
-            tokens: int64 [batch, length]. targets: the same; targets[:, i] is what follows tokens[:, i]: they are
-            shifted before they are split, or the last token of a rank would have none. None: all -100. documents: the
-            same; of each token, the number of its document, which is a run of equal numbers. Tokens see their own
-            document alone. None: a sequence is one.
+            tokens: int64 [batch, length].
+            targets: the same; targets[:, i] follows tokens[:, i]. They must be shifted before the split, else the last
+                token of a rank would have no target. None: all -100.
+            documents: the same; for each token, the number of its document, a run of equal numbers. Tokens attend only
+                to their own document. None: each sequence is one document.
             results: [batch, padded length / ranks].
 
         Raises ConfigError for shapes that differ, and for documents in a ring.
@@ -72,7 +74,7 @@ class SequenceRanks:
         return F.pad(tokens, (0, more))[:, own], F.pad(targets, (0, more), value=IGNORED)[:, own]
 
     def _bounds_of(self, documents: Tensor, tokens: Tensor) -> list[list[int]]:
-        """Where the documents of each sequence begin, and where the sequence ends; padding is a document of its own."""
+        """Where the documents of each sequence begin, and where the sequence ends. Padding is a document of its own."""
         if documents.shape != tokens.shape:
             raise ConfigError(
                 f"tokens {list(tokens.shape)} and documents {list(documents.shape)}: both [batch, length]"
@@ -89,13 +91,13 @@ class SequenceRanks:
     def positions(self, tokens: Tensor) -> Tensor:
         """Positions of this rank's tokens [batch, n] in the whole sequence that was split last: int64 [n].
 
-        Padding has the position of the last token: a model may know no later one.
+        Padding gets the position of the last token, because a model may have no later positions.
         """
         found = tokens_of(self.layout, self.comm.rank, tokens.shape[1] * self.layout.size).to(tokens.device)
         return found.clamp(max=max(self._length - 1, 0)) if self._length else found
 
     def send(self, x: Tensor, heads: int, kv_heads: int) -> Tensor | Sent:
-        """q, k or v of this rank's tokens sets out, for `attention`, which it is given to; see `send_heads`."""
+        """Start to send q, k or v of this rank's tokens, for `attention`; see `send_heads`."""
         return send_heads(x, heads, kv_heads, self.wire, self.layout)
 
     def attention(
@@ -104,29 +106,31 @@ class SequenceRanks:
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's tokens over the whole sequence, see `sequence_attention`. A collective.
 
-        Each of the documents that were split last sees itself alone.
+        Each document of the last `split` attends only to itself.
         """
         if self._bounds:
             attend = apart(attend or partial(whole_attention, is_causal=is_causal, scale=scale), self._bounds)
         return sequence_attention(q, k, v, self.wire, self.layout, is_causal=is_causal, scale=scale, attend=attend)
 
     def mean_loss(self, total: Tensor, num_valid: Tensor | int) -> Tensor:
-        """The loss to call backward on, where gradients are averaged over all ranks that train the model.
+        """The loss on which to call backward if gradients are averaged over all ranks that train the model.
 
-        With T_r the sum of rank r's token losses and n_r its tokens that count, R T_r / sum(n): the mean of it over
-        the R ranks is the mean over all tokens, however unequal the n_r are. A collective over all ranks.
+        With T_r the sum of rank r's token losses and n_r its number of valid tokens, it is R T_r / sum(n). Its mean
+        over the R ranks is the mean loss over all valid tokens, however unequal the n_r are. A collective over all
+        ranks.
 
         Args:
-            total: sum of the losses of this rank's tokens. num_valid: how many tokens it sums.
+            total: sum of the losses of this rank's tokens, scalar.
+            num_valid: number of tokens in that sum.
         """
         return self._mean_over(self.everyone, total, num_valid)
 
     def mean_loss_of_sequences(self, total: Tensor, num_valid: Tensor | int) -> Tensor:
-        """The same over the ranks of this rank's sequences alone: the mean over all ranks is one of means."""
+        """The same over only the ranks of this rank's sequences. Its mean over all ranks is then a mean of means."""
         return self._mean_over(self.comm, total, num_valid)
 
     def whole(self, x: Tensor) -> Tensor:
-        """x [batch, n, ...] of all ranks' tokens, in their order and without padding, on every rank. No gradient."""
+        """x [batch, n, ...] of all ranks' tokens, in order and without padding, on every rank. Without gradients."""
         parts = self._gathered(self.comm, x.detach().contiguous())
         length = x.shape[1] * self.layout.size
         order = torch.cat([tokens_of(self.layout, rank, length) for rank in range(self.layout.size)])
@@ -136,8 +140,8 @@ class SequenceRanks:
     def forward_of(self, model: nn.Module) -> Callable[..., Tensor]:
         """The forward of a causal language model, called with whole sequences: model(tokens, targets, documents).
 
-        Targets and documents are optional, see `split`. It returns the logits of the whole sequences, without gradient,
-        or `mean_loss_of_sequences`.
+        Targets and documents are optional, see `split`. It returns the logits of the whole sequences, without
+        gradients, or `mean_loss_of_sequences`.
         """
         own, longest = model.forward, getattr(model, "max_seq_len", None)
         balanced: Callable[[Tensor], Tensor] | None = getattr(model, "balanced", None)
@@ -164,7 +168,7 @@ class SequenceRanks:
 
     @property
     def rounds(self) -> str:
-        """Where and how activations are rounded, by which a loss depends on more than the weights; empty: nowhere."""
+        """Where and how activations are rounded, so that a loss depends on more than the weights; empty: nowhere."""
         return "" if self.wire.codec is None else f"sequence {self.wire.codec} over {self.layout}"
 
     def describe(self) -> list[Row]:
@@ -191,7 +195,7 @@ class SequenceRanks:
 
 
 def plain(loss: Tensor) -> Tensor:
-    """The loss of a model that has no other."""
+    """The loss of a model without an additional loss."""
     return loss
 
 
@@ -208,22 +212,23 @@ def sequence_parallel(
     checked: bool = False,
     meter: Meter | None = None,
 ) -> SequenceRanks:
-    """Have a causal language model attend over sequences that are split over neighbouring ranks; a collective.
+    """Let a causal language model attend over sequences that are split over neighbouring ranks. A collective.
 
-    The model keeps its weights, the same on all ranks, and takes what `split` gives. Every strategy then averages
-    gradients over all ranks of the group, as without.
+    The model keeps its weights, the same on all ranks; call it with the results of `split`. As without it, every
+    strategy averages gradients over all ranks of the group.
 
     Args:
         model: a model of thinwire, or a causal language model of transformers.
-        options: such as SequenceParallel(4). A group of n ranks has n / 4 sequences at a time.
+        options: such as SequenceParallel(4). A group of n ranks then has n / 4 sequences at a time.
         group: all ranks that train the model; None: the world.
-        stride: the next rank of a sequence is so many ranks behind.
-        local_size: ranks of a node; None: found from the launcher or host names.
-        network: what the ranks of a sequence can send each other, for method "auto"; see `choose_layout`.
-        seed: of what the codecs draw. timeout_s, checked, meter: see Communicator.
+        stride: distance between neighbouring ranks of a sequence.
+        local_size: ranks per node; None: found from the launcher or host names.
+        network: rates between the ranks of a sequence, for method "auto"; see `choose_layout`.
+        seed: of the codecs' randomness.
+        timeout_s, checked, meter: see Communicator.
 
-    Raises ConfigError for a number of ranks that does not divide the group's, heads that do not go around, dropout in
-    the attention, models whose attention can't be replaced, and those whose tokens meet elsewhere too.
+    Raises ConfigError for a number of ranks that does not divide the group's, for heads that can't be divided, for
+    dropout in the attention, and for models whose attention can't be replaced or whose tokens interact outside of it.
     """
     heads, kv_heads, width, _ = heads_of(model)
     check_sharing(model)
@@ -245,7 +250,7 @@ def sequence_parallel(
 
 
 def check_ranks(options: SequenceParallel, world_size: int) -> None:
-    """Raise ConfigError for a number of ranks that does not divide those of the group."""
+    """Raise ConfigError for a number of ranks that does not divide the group's."""
     if world_size % options.parallel:
         near = nearest_divisor(options.parallel, world_size)
         raise ConfigError(f"sequences over {options.parallel} ranks of {world_size}: must divide them; nearest: {near}")

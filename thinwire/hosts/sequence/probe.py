@@ -1,4 +1,4 @@
-"""Three passes in one process that tell whether the tokens of a model meet in its attention alone."""
+"""Tests, by three passes in one process, whether a model's tokens interact only in its attention."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Earlier:
         return blocks.merge(*early, *blocks.plain_forward(q, k, v, is_causal, scale))[0].to(q.dtype)
 
     def positions(self, tokens: Tensor) -> Tensor:
-        """Where the tokens of this pass lie in the sequence."""
+        """Positions of this pass's tokens in the sequence."""
         first = 0 if self.num_read is None else HALF
         return torch.arange(first, first + tokens.shape[1], device=tokens.device)
 
 
 @torch.no_grad()
 def check_sharing(model: nn.Module) -> None:
-    """Raise ConfigError for a model of transformers that would compute other values where ranks share a sequence.
+    """Raise ConfigError for a model of transformers that would compute other values if ranks share a sequence.
 
-    The second half of a sequence must have the logits that the whole sequence has, given nothing of the first half but
-    keys and values. That fails where tokens meet elsewhere, such as in a convolution, or a bias stands for positions.
+    The second half of a sequence must get the same logits as in the whole sequence, from keys and values of the first
+    half alone. This fails if tokens interact elsewhere, such as in a convolution, or if a bias stands for positions.
     """
     for module in model.modules():
         if is_hugging_face(module):

@@ -1,4 +1,4 @@
-"""Where a model lets its attention and the positions of its tokens be replaced."""
+"""How a model's attention, and the positions of its tokens, are replaced."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ OWN_RULES = {
 
 
 class Exchanged(Protocol):
-    """Attention of tokens that lie on several ranks. q, k, v: tensors, or what was sent of them.
+    """Attention of tokens that lie on several ranks. q, k, v: tensors, or results of `send`.
 
-    attend: of whole sequences; None: torch's own.
+    attend: attention of whole sequences; None: torch's own.
     """
 
     def __call__(
@@ -32,7 +32,10 @@ class Exchanged(Protocol):
 
 
 def config_of(model: nn.Module) -> Any:
-    """The configuration that states a model's heads. Raises ConfigError for a model without the seams."""
+    """The configuration with a model's numbers of heads.
+
+    Raises ConfigError for a model whose attention can't be replaced.
+    """
     for module in model.modules():
         if isinstance(module, Decoder) or is_hugging_face(module):
             return module.config
@@ -43,7 +46,7 @@ def config_of(model: nn.Module) -> Any:
 
 
 def heads_of(model: nn.Module) -> tuple[int, int, int, int]:
-    """Query heads, key heads, a head's width, layers. Raises ConfigError for what can't be split along sequences."""
+    """Numbers of query heads and key heads, a head's width, layers. Raises ConfigError if sequences can't be split."""
     config = config_of(model)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -60,9 +63,10 @@ def heads_of(model: nn.Module) -> tuple[int, int, int, int]:
 def replace(
     model: nn.Module, attention: Exchanged, positions: Callable[[Tensor], Tensor], send: Callable[..., Any]
 ) -> None:
-    """Have a model attend by `attention`, and place its tokens at `positions(tokens)`, int64 [tokens].
+    """Make a model use `attention`, with its tokens at `positions(tokens)`, int64 [tokens].
 
-    send: of q, k or v and the heads of queries and of keys, as soon as it is there, where the model lets that be done.
+    send: called with q, k or v and the numbers of query and key heads as soon as each is computed, if the model allows
+    it.
     """
     for module in model.modules():
         if isinstance(module, Attention):
@@ -77,14 +81,17 @@ def replace(
 
 
 def is_hugging_face(module: Any) -> bool:
-    """Whether it is a language model of transformers, which is optional here."""
+    """Whether it is a language model of transformers, an optional dependency."""
     return hasattr(module, "set_attn_implementation") and module.get_output_embeddings() is not None
 
 
 def replace_in_hugging_face(
     model: Any, attention: Exchanged, positions: Callable[[Tensor], Tensor]
 ) -> Callable[[], None]:
-    """The same for a language model of transformers, by its own registry of attentions; returns what undoes it."""
+    """The same for a language model of transformers, through its own registry of attentions.
+
+    Returns a function to undo it.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def forward(
@@ -120,6 +127,6 @@ def replace_in_hugging_face(
 
 
 def give(config: Any, modules: Iterable[Any]) -> None:
-    """Have all of these modules of one model share a configuration."""
+    """Make all of these modules of one model share a configuration."""
     for module in modules:
         module.config = config

@@ -1,4 +1,4 @@
-"""Tensors of an attention as they travel between the ranks of a sequence."""
+"""Sends the tensors of an attention between the ranks of a sequence."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ T = TypeVar("T")
 
 @dataclass
 class SequenceWire:
-    """The codecs of an attention, and some ranks of a sequence; its jobs are urgent.
+    """The ranks of a sequence, and the codecs of the attention's messages. Its jobs are urgent.
 
-    comm: of all ranks of the sequence. codec, gradients: None is exact. seed: of what codecs draw: forward the same in
-    each pass, so that a recomputed one is the same; backward another each time, counted in `num_drawn`.
+    Attributes:
+        comm: over all ranks of the sequence.
+        codec, gradients: codecs of the forward's and the backward's messages; None: exact.
+        seed: of the codecs. Every forward uses the same seed, so that a recomputed forward gives the same result. Each
+            round of gradients uses another, counted in `num_drawn`.
     """
 
     comm: Communicator
@@ -35,7 +38,7 @@ class SequenceWire:
     num_drawn: int = 0
 
     def draw(self) -> int:
-        """A seed for the gradients of one message round; another on each rank."""
+        """Seed for the gradients of one round of messages, different on each rank."""
         self.num_drawn += 1
         return derive_seed(self.seed, self.comm.rank, self.num_drawn)
 
@@ -43,7 +46,7 @@ class SequenceWire:
         self, members: Sequence[int], rows: Tensor, counts: Sequence[int], receives: Sequence[int],
         codec: Codec | None, seed: int, operation: str,
     ) -> Future[Tensor]:  # fmt: skip
-        """Rows to each of some ranks; see all_to_all_rows."""
+        """Send rows to each of some ranks; see all_to_all_rows."""
 
         def job(link: Link) -> Rounds[Tensor]:
             inside = link.subgroup(members)
@@ -53,7 +56,7 @@ class SequenceWire:
         return self._submit(job)
 
     def shift(self, members: Sequence[int], packet: Tensor, by: int, operation: str) -> Future[Tensor]:
-        """The packet goes `by` places on among some ranks; see `shift`."""
+        """Send a packet to the member `by` places further on; see `shift`."""
         return self._submit(lambda link: shift(link.subgroup(members), packet, by, operation=operation))
 
     def _submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
@@ -61,14 +64,14 @@ class SequenceWire:
 
 
 def pack(x: Tensor, codec: Codec | None, seed: int = 0) -> Tensor:
-    """uint8: a tensor as it travels."""
+    """A tensor as a uint8 packet."""
     if codec is None:
         return x.contiguous().view(-1).view(torch.uint8)
     return codec.encode(x.contiguous().view(-1).float(), seed=seed)
 
 
 def unpack(packet: Tensor, like: Tensor, codec: Codec | None) -> Tensor:
-    """What `pack` gave, in the shape and dtype of `like`."""
+    """The tensor in a packet, in the shape and dtype of `like`."""
     if codec is None:
         return packet.view(like.dtype).view(like.shape)
     return codec.decode(packet, like.numel()).view(like.shape).to(like.dtype)

@@ -1,1 +1,1 @@
-"""Islands: worlds of their own that exchange rarely, and may be lost and come back."""
+"""Islands: groups of ranks that train by themselves, exchange rarely, and may be lost and come back."""

@@ -1,4 +1,4 @@
-"""What methods without a common step share: a thread beside training, and the model as one vector."""
+"""Shared by methods whose ranks have no common step: a thread beside training, and the model as one vector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.layout.layout import Layout
 
 
 class Background:
-    """A thread beside training. What it raises comes out of `check`, and wakes whoever waits for `changed`."""
+    """A thread beside training. `check` raises its error, and the error wakes everything that waits for `changed`."""
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
         self.changed = threading.Condition()
@@ -24,17 +24,17 @@ class Background:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what has ended the thread."""
+        """Raise the error that ended the thread, if any."""
         if self._error is not None:
             raise self._error
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Block until the condition holds, with `changed` held; raises what has ended the thread."""
+        """Block until the condition holds, with `changed` held. Raises the error that ended the thread."""
         self.changed.wait_for(lambda: self._error is not None or condition())
         self.check()
 
     def join(self) -> None:
-        """Wait until the thread has ended; raises what ended it."""
+        """Wait until the thread has ended. Raises the error that ended it."""
         self._thread.join()
         self.check()
 
@@ -67,5 +67,5 @@ class FlatModel:
             self.trained[name].copy_(part)
 
     def gradient(self) -> Tensor:
-        """A copy of the gradients; zero where there is none."""
+        """A copy of the gradients; zeros for parameters without one."""
         return self.layout.pack((tensor.grad for tensor in self.tensors), self.layout.zeros())

@@ -1,4 +1,4 @@
-"""A correction of inner steps, added to gradients right before an optimizer's step."""
+"""A correction that is added to gradients right before an optimizer's step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from thinwire.state.whole import local_tensor
 
 
 class Correction:
-    """A correction of the tensors that an optimizer steps, whole parameters or this rank's shards of them.
+    """A correction of the gradients of the tensors that an optimizer steps: whole parameters or this rank's shards.
 
-    It is added behind any clipping.
+    It is added after any clipping.
     """
 
     def __init__(self, method: ProximalCorrection, optimizer: torch.optim.Optimizer) -> None:
@@ -35,18 +35,18 @@ class Correction:
 
     @torch.no_grad()
     def note_exchange(self) -> None:
-        """The weights are those that are sent: h <- h + w - x."""
+        """Note that the present weights w are sent: h <- h + w - x."""
         for name, tensor in self._tensors.items():
             self.state.h[name].add_(tensor).sub_(self.state.anchors[name])
 
     @torch.no_grad()
     def note_start(self) -> None:
-        """The weights are those that the island goes on with: x <- w."""
+        """Note that the island continues with the present weights: x <- w."""
         for name, tensor in self._tensors.items():
             self.state.anchors[name].copy_(tensor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what the state gave, on the devices of the tensors."""
+        """Restore a state, on the devices of the tensors."""
         self.state.load_state_dict(state)
         for kept in (self.state.anchors, self.state.h):
             for name, tensor in self._tensors.items():

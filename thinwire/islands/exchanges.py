@@ -1,4 +1,4 @@
-"""The exchanges of an island with others: what is under way, and the outer state that they lead to."""
+"""The exchanges of an island with others: those under way, and the outer state that they update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("thinwire")
 
 @dataclass(eq=False)
 class Flight:
-    """An exchange under way. due: the step after which its result is taken. sync: known to the island's first rank."""
+    """An exchange under way. due: the step after which its result is used. sync: only on the island's first rank."""
 
     fragment: int
     due: int
@@ -37,17 +37,18 @@ class Flight:
     is_applied: bool = False
 
     def submit(self, peers: Peers) -> None:
-        """Start it with those that are present."""
+        """Start the exchange with the islands that are present."""
         assert self.sync is not None
         self.members = peers.members
         self.sync.submit(peers)
 
 
 class Exchanges:
-    """The exchanges under way and the outer state. All ranks of an island have one and call it alike.
+    """The exchanges under way, and the outer state. All ranks of an island make the same calls.
 
-    connected: the other islands, on the island's first rank, which alone has the outer state; None on the others.
-    options: stands for what all islands must have in common, besides model and method.
+    Args:
+        connected: the other islands, on the island's first rank, which alone has the outer state; None on the others.
+        options: a hash of the options that must be equal on all islands, besides model and method.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class Exchanges:
 
     @property
     def peers(self) -> Peers:
-        """The other islands; of the first rank."""
+        """The other islands. Only on the first rank."""
         assert self.connected is not None
         return self.connected
 
     def begin(self, start: list[Tensor]) -> None:
-        """Start anew from these weights, one flat tensor for each fragment; on the first rank."""
+        """Start with these weights, one flat tensor for each fragment. Only on the first rank."""
         self.state = self.method.state(self.fragments)
         self.outer = [OuterFragment(self.state, number) for number in range(len(self.fragments))]
         for outer, flat in zip(self.outer, start, strict=True):
@@ -87,7 +88,7 @@ class Exchanges:
     ) -> None:
         """Send the outer gradient x - w of a fragment.
 
-        is_last: nothing follows, so that x becomes the mean of w.
+        is_last: no exchange follows, so x becomes the mean of w.
         """
         flight = Flight(number, step + self.method.overlap_steps, None)
         if self.connected is not None:
@@ -108,22 +109,22 @@ class Exchanges:
         self.flights.append(flight)
 
     def _decayed(self, number: int) -> Tensor | None:
-        """The decayed error feedback of a fragment, which joins what is sent now; None without error feedback."""
+        """The decayed error feedback of a fragment, to be added to what is sent; None without error feedback."""
         decay, lost = self.method.error_decay, self.state.lost
         return None if decay is None or lost is None else lost[str(number)].mul_(decay)
 
     def wait_for(self, sync: Sync) -> None:
-        """Return when all members hold all messages.
+        """Wait until all members have all messages.
 
-        Raises PeerLostError, at once where a member is known to be lost; CorruptMessageError where nobody knows whether
-        they do.
+        Raises PeerLostError, at once if a member is known to be lost; CorruptMessageError if it is not known whether
+        all have them.
         """
         if sync.future is not None:
             with self.peers.awaiting(sync.due):
                 self.result_of(sync.future)
 
     def result_of(self, future: Future) -> Any:
-        """The result of a job of all islands; raises PeerLostError at once where a member is known to be lost."""
+        """The result of a job of all islands. Raises PeerLostError at once if a member is known to be lost."""
         if not future.done():
             with self.peers.comm.meter.timed("exposed_s"):
                 while wait([future], timeout=LOOK_EVERY_S).not_done:
@@ -132,13 +133,13 @@ class Exchanges:
         return future.result()
 
     def apply(self, flight: Flight) -> None:
-        """Take one outer step with what was received; every island takes the same, bit for bit."""
+        """Take one outer step with the received messages; every island takes the same step, bit for bit."""
         assert flight.sync is not None
         self.apply_sync(flight.fragment, flight.sync, flight.members)
         flight.is_applied = True
 
     def apply_sync(self, number: int, sync: Sync, members: tuple[int, ...]) -> None:
-        """See apply; members: the islands that have exchanged it."""
+        """See `apply`. members: the islands that took part in the exchange."""
         sync.check(members)
         total, weights = sync.total()
         self.catching_up -= {one for one, header in zip(members, sync.headers(), strict=True) if header.weight}
@@ -149,15 +150,15 @@ class Exchanges:
         self.stop_agreed = self.stop_agreed or any(header.wishes_stop for header in sync.headers())
 
     def pending(self, number: int) -> Flight:
-        """The exchange of a fragment that is under way and not applied."""
+        """The exchange of a fragment that is under way and not applied yet."""
         return next(flight for flight in self.flights if flight.fragment == number and not flight.is_applied)
 
     def outer_state(self) -> Tensor:
-        """The outer state in one, fp32, flat: what an island needs to take part, besides counts."""
+        """The outer state as one flat fp32 tensor: what an island needs to take part, besides the counts."""
         return torch.cat([tensor for outer in self.outer for tensor in outer.tensors()])
 
     def take_over(self, state: Tensor, counts: list[int]) -> None:
-        """Take what another island's `outer_state` gave; counts: exchanges applied to it, by fragment."""
+        """Load another island's `outer_state`. counts: for each fragment, the exchanges applied to it."""
         rest = state
         for outer, count in zip(self.outer, counts, strict=True):
             for tensor in outer.tensors():
@@ -170,19 +171,22 @@ class Exchanges:
             self.state.lost.tensors.clear()
 
     def wait_for_all(self) -> None:
-        """Wait for what is under way. What a loss has stopped is sent again, when it is due or the state is loaded."""
+        """Wait for all exchanges under way.
+
+        One that a loss has stopped is sent again when it is due or the state is loaded.
+        """
         for flight in self.flights:
             if flight.sync is not None:
                 with suppress(PeerLostError, CorruptMessageError):
                     self.wait_for(flight.sync)
 
     def drop_all(self) -> None:
-        """Wait for what is under way, and drop it."""
+        """Wait for all exchanges under way, and drop their results."""
         self.wait_for_all()
         self.flights.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer state, and what is under way as messages, which has been waited for."""
+        """The outer state, and the exchanges under way as messages, after waiting for them."""
         flights = []
         for flight in self.flights:
             sync = flight.sync
@@ -196,7 +200,7 @@ class Exchanges:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what state_dict gave; messages that had not arrived are sent again."""
+        """Restore a state_dict. Messages that had not arrived are sent again."""
         self.drop_all()
         self.state.load_state_dict(state["outer"])
         self.outer = [OuterFragment(self.state, number) for number in range(len(self.outer))]
@@ -212,7 +216,7 @@ class Exchanges:
             self.flights.append(flight)
 
     def close(self) -> None:
-        """Wait for what is under way, and leave the other islands."""
+        """Wait for all exchanges under way, and leave the other islands."""
         self.drop_all()
         # An island that still listens would take a barrier for its next exchange.
         if self.connected is not None and not self.catching_up:
@@ -229,5 +233,5 @@ class Exchanges:
 
 
 def shapes_of(fragments: list[Layout]) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Names and shapes of what is exchanged, by fragment."""
+    """Names and shapes of the exchanged parameters, by fragment."""
     return [[(name, tuple(shape)) for name, shape in fragment.shapes.items()] for fragment in fragments]

@@ -29,7 +29,10 @@ _num_waits: Counter[tuple[int, ...]] = Counter()
 
 
 class Host(Protocol):
-    """An optimizer whose weights are exchanged; see ParallelOptimizer. comm: the island's ranks; None for one."""
+    """An optimizer whose weights islands exchange; see ParallelOptimizer. comm: the island's ranks.
+
+    None: a single rank.
+    """
 
     @property
     def comm(self) -> Communicator | None: ...
@@ -43,18 +46,18 @@ class Host(Protocol):
 
 @runtime_checkable
 class ShardedHost(Host, Protocol):
-    """An optimizer of a loop of one's own that hands whole weights over by itself, such as that of `thinwire.zero`.
+    """An optimizer, in the user's own loop, that returns and takes whole weights itself.
 
-    inner: the torch optimizer that steps its shards.
+    An example is that of `thinwire.zero`. inner: the torch optimizer that steps its shards.
     """
 
     inner: torch.optim.Optimizer
 
 
 class CutHost:
-    """A Host whose model is cut: whole parameters to and from a rank's parts of matrices, and of layers.
+    """A Host whose model is cut: converts between whole parameters and a rank's parts of matrices and layers.
 
-    comm: all ranks of the island. What torch sends to gather matrices is counted by formula.
+    comm: all ranks of the island. The bytes that torch sends to gather matrices are counted by formula.
     """
 
     def __init__(self, inner: ParallelOptimizer, tensor: TensorAxis | None, stages: StageAxis | None) -> None:
@@ -65,7 +68,7 @@ class CutHost:
             self._along = communicator_along(stages.mesh, inner.everyone, meter=inner.meter)
 
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the whole parameters; a collective over the island."""
+        """Copies of the whole parameters. A collective over the island."""
         own = self._own(names)
         found = self._inner.masters(own)
         if self._tensor is not None:
@@ -77,7 +80,7 @@ class CutHost:
         return found
 
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Take this rank's part of whole parameters; a collective over the island."""
+        """Take this rank's part of whole parameters. A collective over the island."""
         own = {name: values[name] for name in self._own(values)}
         self._inner.adopt_weights(own if self._tensor is None else self._tensor.part(own))
         if self._stages is not None:
@@ -109,7 +112,7 @@ class CutHost:
 class Decision(NamedTuple):
     """Numbers that the first rank sends to the others with every tensor.
 
-    stop: islands have agreed to stop. jump: the step at which this island goes on, having caught up; 0: it needn't.
+    stop: islands have agreed to stop. jump: the step at which this island continues after it has caught up; 0: no jump.
     """
 
     stop: bool = False
@@ -128,7 +131,7 @@ class Island:
         self.is_first = comm is None or comm.rank == 0
 
     def share(self, flat: Tensor, decision: Decision = NOTHING) -> tuple[Tensor, Decision]:
-        """The first rank's values and decision, on all ranks; a collective."""
+        """Send the first rank's values and decision to all ranks. A collective."""
         if self.is_single:
             return flat, decision
         assert self.comm is not None
@@ -137,13 +140,13 @@ class Island:
         return message[:-2], Decision(bool(message[-2]), int(message[-1]))
 
     def share_number(self, number: float) -> float:
-        """The first rank's number, on all ranks; a collective."""
+        """Send the first rank's number to all ranks. A collective."""
         return float(self.share(torch.tensor([number]))[0][0])
 
     def first_does(self, work: Callable[[], T]) -> T | None:
-        """Run what the first rank does alone and may take longer than a message: the others wait, and fail with it.
+        """Run work on the first rank that may take longer than a message. The other ranks wait, and fail if it fails.
 
-        Returns what `work` gave on the first rank, None on others. Raises PeerLostError where the first rank failed.
+        Returns the result of `work` on the first rank, None on others. Raises PeerLostError if the first rank failed.
         """
         if self.is_single:
             return work()

@@ -1,4 +1,4 @@
-"""Islands that begin or go on together are made equal: compared, and sent or averaged only where they differ."""
+"""Makes islands equal that start or continue together: compares them, and sends or averages only what differs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from thinwire.state.replicas import digest, odd_ranks
 
 
 def same_start(exchanges: Exchanges, fixed: Iterable[Tensor]) -> bool:
-    """Give all islands the first one's outer parameters; returns whether they differed. On all first ranks.
+    """Give all islands the first one's outer parameters. Return whether they differed. On all first ranks.
 
-    fixed: frozen weights and buffers. Raises ConfigError where these, the model or the options differ.
+    fixed: frozen weights and buffers. Raises ConfigError if these, the model or the options differ.
     """
     comm = exchanges.peers.comm
     if odd := odd_ranks(comm, digest([exchanges.options.encode(), *fixed])):
@@ -33,7 +33,9 @@ def same_start(exchanges: Exchanges, fixed: Iterable[Tensor]) -> bool:
 
 
 def take_mean(exchanges: Exchanges, *, has_own: bool) -> int:
-    """Where outer parameters differ they become the mean of those of islands that have their own; how many these are.
+    """If outer parameters differ, replace them by the mean over islands that have their own.
+
+    Return the number of those.
 
     0: nothing differs. On all first ranks.
     """
@@ -51,7 +53,7 @@ def take_mean(exchanges: Exchanges, *, has_own: bool) -> int:
 
 
 def sum_of(exchanges: Exchanges, numbers: Sequence[float]) -> Tensor:
-    """The sum over islands of what their first ranks give, fp64. On all first ranks."""
+    """Sum over islands of their first ranks' numbers, fp64. On all first ranks."""
     given = torch.tensor(numbers, dtype=torch.float64)
     total: Tensor = exchanges.result_of(exchanges.peers.comm.all_gather_exact(given)).sum(0)
     return total

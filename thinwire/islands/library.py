@@ -1,4 +1,4 @@
-"""Outer steps around a loop of one's own: what `DiLoCo(model, optimizer)` and its relatives make."""
+"""Outer steps around your own training loop: what `DiLoCo(model, optimizer)` and its relatives return."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from thinwire.table import Row, announce as announce_table
 class TorchWeights:
     """A Host of a model that a torch optimizer steps: whole on every rank of its island, or sharded by torch (DTensor).
 
-    Sharded parameters, of tensor parallelism or FSDP2, are gathered whole for each exchange over the mesh that they lie
-    on, and written back shard by shard. comm: the island's ranks; None for one. Raises ConfigError for sharded
-    parameters without it.
+    Sharded parameters, of tensor parallelism or FSDP2, are gathered over their mesh for each exchange, and written back
+    shard by shard. comm: the island's ranks; None for one. Raises ConfigError for sharded parameters without it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator | None) -> None:
@@ -46,7 +45,7 @@ class TorchWeights:
                 )
 
     def masters(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the whole parameters; what torch sends for it is counted by formula."""
+        """Copies of the whole parameters. The bytes that torch sends for them are counted by formula."""
         if self.comm is not None and (sent := self.handover_bytes(names)[0]):
             self.comm.meter.count("masters", "intra", sent, sent)
         return {name: whole(self._trained[name]) for name in names}
@@ -65,6 +64,10 @@ class TorchWeights:
 class Islands:
     """Outer steps with other islands after the inner steps of `optimizer`; a context manager.
 
+    At the end of the `with` block it waits for all exchanges, and the model gets the outer parameters, the same on all
+    islands: the result. If islands differ at that point, it is the mean of their weights. Every island must take the
+    same number of steps.
+
     Args:
         model: the same on all islands.
         optimizer: a torch optimizer on a model that every rank of the island holds whole, or that torch shards over the
@@ -72,15 +75,13 @@ class Islands:
         method: such as `DiLoCo()`.
         peers: the other islands, on the island's first rank; by default every rank of the default process group is an
             island.
-        within: the ranks of this island where it has several, a process group or one dimension of a DeviceMesh. Where
-            they see different data, the model must average gradients over them, say by DistributedDataParallel.
+        within: the ranks of this island if it has several: a process group or one dimension of a DeviceMesh. If they
+            see different data, the model must average gradients over them, for example by DistributedDataParallel.
         seed: of stochastic rounding.
         timeout_s, checked: see Communicator.
         announce: the first island prints the table of what is in effect.
 
-    At the end of the `with` block all that is under way is received, and the model has the outer parameters, the same
-    on all islands: the result. Where islands differ then, it is the mean of their weights. Every island must take the
-    same number of steps. Raises ConfigError for options or models that don't fit.
+    Raises ConfigError for options or models that don't fit.
     """
 
     def __init__(
@@ -130,22 +131,22 @@ class Islands:
         self.close()
 
     def finish(self) -> None:
-        """Receive what is under way, and leave the outer parameters in the model; further steps exchange nothing."""
+        """Wait for all exchanges, and leave the outer parameters in the model. Further steps exchange nothing."""
         self._hook.remove()
         self.loop.finish()
 
     def outer_parameters(self) -> AbstractContextManager[None]:
-        """The model has the outer parameters inside, for evaluation, and its own again after it."""
+        """Context in which the model has the outer parameters, for evaluation; afterwards it has its own again."""
         return self.loop.outer_parameters()
 
     @property
     def steps(self) -> int:
-        """Steps that the islands have taken; it jumps where this one was away and has caught up."""
+        """Steps that the islands have taken. It jumps if this island was away and has caught up."""
         return self.loop.steps
 
     @property
     def weight(self) -> float:
-        """The weight of this island in the means of the exchanges that follow; set it on the island's first rank."""
+        """Weight of this island in the means of later exchanges. Set it on the island's first rank."""
         return self.loop.exchanges.weight
 
     @weight.setter
@@ -154,7 +155,7 @@ class Islands:
 
     @property
     def bytes_per_round(self) -> int:
-        """Payload this rank sends in sync_every steps: each fragment once."""
+        """Payload bytes that this rank sends in sync_every steps: each fragment once."""
         return self.traffic.bytes_per_round
 
     def describe(self) -> list[Row]:
@@ -162,15 +163,15 @@ class Islands:
         return [(f"method {self.method.name}", "around the optimizer's steps", ""), *self.traffic.rows()]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the outer state; to be saved beside model and optimizer, between steps."""
+        """This rank's part of the outer state. Save it between steps, beside model and optimizer."""
         return self.loop.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what state_dict gave, after model and optimizer; raises ConfigError where it does not fit."""
+        """Restore a state_dict, after model and optimizer were loaded. Raises ConfigError if it does not fit."""
         self.loop.load_state_dict(state)
 
     def close(self) -> None:
-        """Wait for what is under way, and leave the other islands."""
+        """Wait for all exchanges, and leave the other islands."""
         self._hook.remove()
         self.loop.exchanges.close()
         if self._own_comm is not None:

@@ -1,4 +1,4 @@
-"""The outer loop of one island: which fragments it sends after which step, and what it goes on with."""
+"""The outer loop of one island: which fragments it sends after which step, and with which weights it continues."""
 
 from __future__ import annotations
 
@@ -29,21 +29,28 @@ from thinwire.table import Row
 
 
 class Whole(NamedTuple):
-    """What islands exchange: the parameters of `model`, which may lack memory, with these shapes where it has parts."""
+    """The parameters that islands exchange: those of `model`, which may have no memory.
+
+    Their whole shapes, if it has parts.
+    """
 
     model: nn.Module
     shapes: Mapping[str, torch.Size]
 
 
 class OuterLoop:
-    """Counts inner steps, exchanges fragments with other islands when they are due, and goes on with the result.
+    """Counts inner steps, exchanges fragments with other islands when they are due, and continues with the result.
 
-    All ranks of an island have one and call it alike; its first rank alone has peers, and the outer state, fp32 on the
-    CPU. torch_optimizer: the one whose gradients a correction is added to, and whose learning rate rises anew on an
-    island that joins others. options: what else all islands must have in common. whole: what the host
-    hands over; None: the model's parameters, as this rank has them.
+    All ranks of an island make the same calls. Only its first rank has peers, and the outer state, fp32 on the CPU.
+    Every island must take the same steps.
 
-    Every island must take the same steps. Raises ConfigError where islands train different models or by other options.
+    Args:
+        torch_optimizer: the optimizer to whose gradients a correction is added, and whose learning rate is warmed up
+            again on an island that joins others.
+        options: further options that must be equal on all islands.
+        whole: the parameters that the host returns; None: the model's parameters, as this rank has them.
+
+    Raises ConfigError if islands train different models or use different options.
     """
 
     def __init__(
@@ -73,13 +80,13 @@ class OuterLoop:
         self.start_row = self._same_start()
 
     def begin(self) -> None:
-        """Start from the weights as they are; a collective over the island."""
+        """Start with the present weights. A collective over the island."""
         start = [fragment.flat(self.host.masters(fragment.names)) for fragment in self.exchanges.fragments]
         if self.island.is_first:
             self.exchanges.begin(start)
 
     def after_step(self) -> None:
-        """An inner step was taken: receive what is due, send what is due; on all ranks of the island."""
+        """After an inner step: receive and send what is due. On all ranks of the island."""
         self.steps += 1
         if self._receive_due():
             return
@@ -91,15 +98,16 @@ class OuterLoop:
         self._receive_due()
 
     def drain(self) -> None:
-        """Wait for everything under way, and take it as if it were due."""
+        """Wait for all exchanges under way, and apply them as if they were due."""
         while self.exchanges.flights:
             self._receive()
 
     def finish(self) -> None:
-        """Take the mean of the islands' weights wherever they differ, and leave it in the model: the result.
+        """Replace the islands' weights by their mean wherever they differ, and leave it in the model: the result.
 
-        They differ after steps that no exchange has had yet, and by `mix` after one. A run that is shorter than a round
-        has its only exchange here. An island that still catches up gets the state whole, and ends with the others.
+        They differ after steps that no exchange has covered, and by `mix` after an exchange. A run that is shorter than
+        a round has its only exchange here. An island that is still catching up gets the whole state, and ends with the
+        others.
         """
         self.drain()
         self._end_together()
@@ -112,7 +120,7 @@ class OuterLoop:
         self._adopt_outer()
 
     def _end_together(self) -> None:
-        """Begin to end; meet anew where an island still listens, since nothing would tell it of the end."""
+        """Begin to end. Meet again if an island still listens, since nothing else would tell it that the run ends."""
 
         def meet() -> int:
             self.exchanges.ending = self.exchanges.ending or 1
@@ -128,19 +136,19 @@ class OuterLoop:
             self._jump(decision.jump)
 
     def go_on_from(self, step: int) -> None:
-        """Count steps from there."""
+        """Set the number of steps taken."""
         self.steps = self.exchanges.sent_through = step
 
     def sum_over_islands(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over islands of what their first ranks give, fp64; a collective over all ranks of all islands."""
+        """Sums over islands of their first ranks' numbers, fp64. A collective over all ranks of all islands."""
         total = self.island.first_does(lambda: levelling.sum_of(self.exchanges, numbers))
         own = torch.tensor(numbers, dtype=torch.float64)
         return self.island.share(own if total is None else total)[0].tolist()
 
     def level(self, *, has_own: bool) -> int:
-        """Where the islands' weights differ, go on from the mean of those that have weights of their own.
+        """If the islands' weights differ, continue with the mean over those that have weights of their own.
 
-        Returns how many these are; 0 where nothing differs. A collective over all ranks of all islands, after `begin`.
+        Returns the number of those; 0 if nothing differs. A collective over all ranks of all islands, after `begin`.
         """
         count = self.island.first_does(lambda: levelling.take_mean(self.exchanges, has_own=has_own)) or 0
         count = int(self.island.share_number(count))
@@ -149,7 +157,7 @@ class OuterLoop:
         return count
 
     def _same_start(self) -> Row:
-        """Give all islands the first one's weights, or this one the others' state where they have begun."""
+        """Give all islands the first one's weights; if the others have begun before, give this island their state."""
         joined: list[recovery.Change] = []
         differ = bool(self.island.first_does(partial(self._meet_others, joined)))
         jump = joined[0].jump if joined else 0
@@ -169,7 +177,10 @@ class OuterLoop:
         )
 
     def _meet_others(self, joined: list[recovery.Change]) -> bool:
-        """Begin with the other islands, or join those that have begun before; whether they differed at the begin."""
+        """Begin with the other islands, or join them if they have begun.
+
+        Return whether weights differed at the start.
+        """
         if self.exchanges.peers.has_state:
             untrained = [param.data for param in self.model.parameters() if not param.requires_grad]
             fixed = [local_tensor(tensor) for tensor in [*untrained, *self.model.buffers()]]
@@ -182,20 +193,23 @@ class OuterLoop:
         self.exchanges.send(number, self.steps, weights, wishes_stop=self.wishes_stop, is_last=is_last)
 
     def _receive_due(self) -> bool:
-        """Take what is due; whether this island went on elsewhere instead, with those that it had lost."""
+        """Apply the exchanges that are due.
+
+        Return whether this island jumped to the step of islands that it had lost.
+        """
         while self.exchanges.flights and self.exchanges.flights[0].due <= self.steps:
             if self._receive():
                 return True
         return False
 
     def _receive(self) -> bool:
-        """Take the outer step of the first fragment under way, and go on with its result; see _receive_due."""
+        """Apply the first exchange under way, and continue with its result; see _receive_due."""
         flight = self.exchanges.flights[0]
         jump = self.island.first_does(lambda: self._await(flight)) or 0
         return self._merge(flight, jump)
 
     def _await(self, flight: Flight) -> int:
-        """Return when the outer step is taken, or the step at which this island goes on with others that did without.
+        """Wait until the outer step is taken. Return the step to jump to if the others went on without this island.
 
         On the first rank.
         """
@@ -219,7 +233,7 @@ class OuterLoop:
         return 0
 
     def _merge(self, flight: Flight, jump: int) -> bool:
-        """mix * w + (1 - mix) * x, from the first rank to all of the island; see _receive_due."""
+        """Send mix * w + (1 - mix) * x from the first rank to all of the island; see _receive_due."""
         fragment, mix = self.exchanges.fragments[flight.fragment], self.method.mix
         weights = self.host.masters(fragment.names) if mix else {}
         flat = fragment.zeros()
@@ -240,13 +254,13 @@ class OuterLoop:
         return False
 
     def _jump(self, step: int) -> None:
-        """Take the outer parameters of islands that went on without this one, and their step."""
+        """Take the outer parameters and the step of islands that went on without this one."""
         self.exchanges.flights.clear()
         self.go_on_from(step)
         self._adopt_outer()
 
     def _adopt_outer(self) -> None:
-        """Go on with the outer parameters; a collective over the island."""
+        """Continue with the outer parameters. A collective over the island."""
         for number, fragment in enumerate(self.exchanges.fragments):
             self.host.adopt_weights(fragment.views(self._outer_of(number)))
         if self.correction is not None:
@@ -263,9 +277,9 @@ class OuterLoop:
     @contextmanager
     @torch.no_grad()
     def outer_parameters(self) -> Iterator[None]:
-        """The model has the outer parameters inside, for evaluation; a collective of the island.
+        """Context in which the model has the outer parameters, for evaluation. A collective over the island.
 
-        The weights must be whole (`synchronize`); they come back bit for bit.
+        Call `synchronize` before, so that weights are whole. They are restored bit for bit.
         """
         named = dict(self.model.named_parameters())
         held: dict[str, Tensor] = {}
@@ -281,7 +295,10 @@ class OuterLoop:
                 named[name].data.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state from which the loop goes on bit for bit; what is under way is waited for, and kept as messages."""
+        """The state from which the loop continues bit for bit.
+
+        Waits for exchanges under way, and keeps them as messages.
+        """
         self.island.first_does(self.exchanges.wait_for_all)
         return {
             "steps": self.steps,
@@ -291,7 +308,7 @@ class OuterLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what state_dict gave, besides the weights; raises ConfigError where it does not fit."""
+        """Restore a state_dict, which holds no weights. Raises ConfigError if it does not fit."""
         check_layout(self._layout(), state["layout"])
         self.go_on_from(state["steps"])
         self.exchanges.load_state_dict(state)
@@ -299,7 +316,7 @@ class OuterLoop:
             self.correction.load_state_dict(state["correction"])
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether this is what state_dict gave on this rank of this island, under this method."""
+        """Whether `state` is a state_dict of this rank of this island, with this method."""
         return state["layout"] == self._layout()
 
     def _layout(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Nodes of a graph that meet their neighbours in pairs: who gossips when, and with what."""
+"""Nodes of a graph that meet their neighbours in pairs: when each pair exchanges, and which vectors."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ AT_THE_START, AT_THE_END = FIRST_MEETING - 2, FIRST_MEETING - 1
 class Node:
     """A node that meets its neighbours from a thread beside training, by a law; a context that all ranks enter.
 
-    Time is counted in units of `step_s` seconds from when all have entered. All ranks draw the same meetings from
-    (graph, seed), each with a number and a time, and a node keeps its own in order, one at a time. It brings its state
-    to exactly the meeting's time, sends its message, and stands at that time until the neighbour's has come. So
+    Time is counted in units of `step_s` seconds from the moment when all ranks have entered. All ranks draw the same
+    meetings from (graph, seed), each with a number and a time. A node has its own meetings in order, one at a time: it
+    advances its state to exactly the meeting's time, sends its message, and stays at that time until the neighbour's
+    message has come. Therefore
 
-    - a pair meets at one instant, though its clocks differ: what one gains the other loses, bit for bit;
-    - nobody waits in a circle: of all meetings that are still to come, both sides of the first have done all before;
-    - where the network can't keep up, time stands more often, for `pace` too: each local step has a time of its own,
-      drawn once in a unit on average, before which it does not end.
+    - a pair meets at one instant, though its clocks differ: what one node gains the other loses, bit for bit;
+    - there is no deadlock: both sides of the earliest meeting left have had all their earlier ones;
+    - if the network can't keep up, time stands still more often, also for `pace`: each local step has a time of its
+      own, drawn once in a unit on average, and does not end before that time.
 
-    A rank that leaves goes on meeting. Each message says who has left, as far as its sender knows; an edge rests
-    after a meeting at which both sides know it of all, and a rank is free when all of its edges rest.
+    A rank that leaves still meets others. Each message says which ranks have left, as far as its sender knows. An edge
+    is done after a meeting at which both sides know that all have left; a rank is free when all its edges are done.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Node:
             announce_table(self.describe())
 
     def begin(self) -> None:
-        """Start from the model's weights, which are the same on all ranks."""
+        """Start with the model's weights, which are the same on all ranks."""
         self._vectors[MODEL] = self.law.start(self._model.read())
 
     @property
@@ -99,7 +100,7 @@ class Node:
         return self._vectors[MODEL]
 
     def __enter__(self) -> Self:
-        """Let time run, as soon as all have entered."""
+        """Start the clock as soon as all ranks have entered."""
         self._model.write(self.state[0])
         self._background = Background("thinwire-gossip", self._meet_until_all_leave)
         self._gates = random.Random(derive_seed(self.seed, self.entered, self.comm.rank)).random
@@ -113,7 +114,10 @@ class Node:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Go on meeting until all leave, then bring all to one time and the model to the mean; not after an error."""
+        """Keep meeting until all ranks leave, then advance all nodes to one time and set the model to the mean.
+
+        Not after an error.
+        """
         with self._background.changed:
             self._left[self.comm.rank] = 1
         if error is not None:
@@ -125,11 +129,11 @@ class Node:
         self._is_inside = False
 
     def now(self) -> float:
-        """This node's time, in units: that of the clock, or of the meeting that it has not yet had."""
+        """This node's time, in units: the clock's, or that of the meeting it is waiting for."""
         return min((time.monotonic() - self._begin_s) / self.step_s, self._next)
 
     def pace(self) -> None:
-        """Wait until this step's time has come; it counts as exposed_s. Raises what ended the gossip."""
+        """Wait until this step's time has come; counted as exposed_s. Raises the error that ended the gossip."""
         self._background.check()
         self._gate -= math.log(1.0 - self._gates())
         with self._background.changed, self.comm.meter.timed("exposed_s"):
@@ -139,7 +143,7 @@ class Node:
                 self._background.check()
 
     def bring_to_(self, when: float) -> None:
-        """Let time alone do its part up to `when`, in units."""
+        """Apply the effect of time alone up to `when`, in units."""
         if when > self._at:
             self._mixing.apply_(self.state, when - self._at)
             self._at = when
@@ -153,7 +157,7 @@ class Node:
                 return
 
     def _meet(self, meeting: Meeting) -> bool:
-        """Have one meeting; whether both sides know now that all have left."""
+        """Have one meeting. Return whether both sides know now that all have left."""
         with self._background.changed:
             self._next = meeting.time
             self._background.changed.notify_all()
@@ -177,7 +181,7 @@ class Node:
         return (yield from all_gather_exact(replace(link, number=AT_THE_START), torch.zeros(1, dtype=torch.uint8)))
 
     def _end(self, link: Link) -> Rounds[tuple[float, Tensor]]:
-        """The latest time of all nodes, and the sum of all x, both at that time."""
+        """The latest time of all nodes, and the sum of all x at that time."""
         link = replace(link, number=AT_THE_END)
         times = yield from all_gather_exact(link, torch.tensor([self._at], dtype=torch.float64))
         last = float(times.max())
@@ -187,17 +191,17 @@ class Node:
 
     @property
     def meter(self) -> Meter:
-        """Payload bytes, and the seconds for which this rank waited (exposed_s)."""
+        """Payload bytes, and the seconds that this rank waited (exposed_s)."""
         return self.comm.meter
 
     @property
     def bytes_per_meeting(self) -> int:
-        """Payload that each side sends: a vector in fp32, and a byte for each rank."""
+        """Payload bytes that each side sends: a vector in fp32, and a byte for each rank."""
         return meeting_bytes(self._model.numel, self.graph.num_nodes)
 
     @property
     def bytes_per_step(self) -> float:
-        """Payload that this rank sends in a unit of time, on average over ranks."""
+        """Payload bytes that this rank sends in a unit of time, averaged over ranks."""
         return 2 * self.law.rate / self.graph.num_nodes * self.bytes_per_meeting
 
     def describe(self) -> list[Row]:
@@ -220,13 +224,13 @@ class Node:
     def state_dict(self) -> dict[str, Any]:
         """Copies of this node's vectors, and how often it was entered.
 
-        Raises ConfigError inside of the context, where nodes differ in time.
+        Raises ConfigError inside the context, where nodes are at different times.
         """
         self._check_outside("save")
         return {"state": self.memory.state_dict(), "layout": self._layout}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict gave. Raises ConfigError for another rank, graph or model, or inside the context."""
+        """Restore a state_dict. Raises ConfigError for another rank, graph or model, and inside the context."""
         self._check_outside("load")
         check_layout(self._layout, state_dict["layout"])
         self.memory.load_state_dict(state_dict["state"])
@@ -237,7 +241,7 @@ class Node:
 
 
 class OptimizerNode(Node):
-    """A node whose model an optimizer steps: what each step changes, the node's state takes in."""
+    """A node whose model an optimizer steps: each step's change of the model is added to the node's state."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, method: PairsMethod, **options: Any) -> None:
         super().__init__(model, optimizer, method, **options)
@@ -265,7 +269,7 @@ class OptimizerNode(Node):
 
 
 class GradientNode(Node):
-    """A node whose law takes gradients in itself: `step` is the optimizer of one's own loop."""
+    """A node whose law uses gradients itself: `step` replaces the optimizer in your own loop."""
 
     law: GradientLaw
 
@@ -273,7 +277,7 @@ class GradientNode(Node):
         super().__init__(model, None, method, **options)
 
     def step(self) -> None:
-        """Take in the gradient, and write the new x into the model."""
+        """Apply the gradient, and write the new x into the model."""
         gradient = self._model.gradient()
         self.pace()
         with self._background.changed:
@@ -284,13 +288,13 @@ class GradientNode(Node):
         self.steps += 1
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for tensor in self._model.tensors:
             tensor.grad = None
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Names the parameters that are trained, where no optimizer does."""
+    """An SGD optimizer that names the trained parameters if the user gives no optimizer."""
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=1.0)
 
 
@@ -307,9 +311,9 @@ def _pairs(
 
 
 def swap(link: Link, packet: Tensor, peer: int, number: int) -> Rounds[Tensor]:
-    """Send a packet to one rank and get one of the same length from it: uint8, not scratch.
+    """Send a uint8 packet to one rank and receive one of the same length from it; the result is not scratch.
 
-    number: of the job, which both sides must give alike, since ranks submit different jobs.
+    number: of the job. Both sides must give the same, because ranks submit different jobs.
     """
     link = replace(link, number=number)
     received = torch.empty_like(packet)

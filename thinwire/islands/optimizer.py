@@ -29,10 +29,10 @@ POSITION = "position"
 
 
 class IslandsOptimizer:
-    """A ParallelOptimizer that takes the inner strategy's steps, and outer ones with other islands.
+    """A ParallelOptimizer that takes the inner strategy's steps, and outer steps with other islands.
 
-    What is not here is the inner strategy's own: "all ranks" are then those of this island. A wish to stop is carried
-    by the next exchange, after which all islands stop at the same step.
+    Everything else is the inner strategy's: there, "all ranks" means those of this island. The next exchange carries a
+    request to stop, after which all islands stop at the same step.
     """
 
     has_islands = True
@@ -56,28 +56,31 @@ class IslandsOptimizer:
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step, where that of the exchanges is spread over all steps between them."""
+        """Payload bytes that this rank sends in one step.
+
+        An exchange's bytes are spread over the steps between exchanges.
+        """
         return self.inner.bytes_per_step + self.traffic.bytes_per_step
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
-        """Payload of fp32 gradients and weights where the optimizer is sharded over all islands' ranks."""
+        """Bytes that a rank would send in one step with fp32 gradients and weights, sharded over all islands' ranks."""
         num_parameters = sum(param.numel() for param in self.loop.whole.model.parameters() if param.requires_grad)
         return 8 * num_parameters * (1 - 1 / max(1, self.comm.world_size * self.traffic.num_islands))
 
     def step(self) -> None:
-        """An inner step, and what is due between islands."""
+        """Take an inner step, then send and receive what is due between islands."""
         self.inner.step()
         self.loop.wishes_stop = self.inner.stop_requested
         self.loop.after_step()
 
     @property
     def position(self) -> int:
-        """Steps that the islands have taken; it jumps where this one has caught up with others."""
+        """Steps that the islands have taken. It jumps if this island has caught up with others."""
         return self.loop.steps
 
     def take_changes(self) -> list[Change]:
-        """The changes of membership since the last call; known to the island's first rank."""
+        """Changes of membership since the last call. Only on the island's first rank."""
         taken, self.loop.changes = self.loop.changes, []
         return taken
 
@@ -85,7 +88,7 @@ class IslandsOptimizer:
         self.loop.exchanges.abandon()
 
     def finish(self) -> None:
-        """Exchange what is left to exchange, and leave the outer parameters in the model, the same on all islands."""
+        """Exchange what is left, and leave the outer parameters in the model, the same on all islands."""
         self.loop.finish()
         self.inner.synchronize()
 
@@ -102,16 +105,17 @@ class IslandsOptimizer:
         ]
 
     def snapshot(self) -> Snapshot:
-        """The inner strategy's, and what the outer method holds; what is under way between islands is waited for."""
+        """The inner strategy's snapshot with the outer method's state. Waits for exchanges under way."""
         snapshot = self.inner.snapshot()
         common = {**snapshot.common, POSITION: self.position}
         return replace(snapshot, own={**(snapshot.own or {}), OUTER: self.loop.state_dict()}, common=common)
 
     def restore(self, source: Source) -> None:
-        """Go on from a checkpoint of any layout; a collective over all islands.
+        """Continue from a checkpoint of any layout. A collective over all islands.
 
-        Where one of them finds another island's state, method or model, or none, no outer method has anything left but
-        the weights to start from, which may differ between islands: `level` must follow.
+        If an island finds another island's state, method or model, or none, the outer method keeps only the weights to
+        start
+        from, which may differ between islands: call `level` next.
         """
         self.inner.restore(source)
         outer = source.own(OUTER) if source.is_same else None
@@ -126,14 +130,17 @@ class IslandsOptimizer:
         source.note("outer parameters", "start anew", "from the weights, without momentum: another method, or none")
 
     def level(self, *, has_own: bool) -> Row:
-        """Give all islands the mean of the weights of those that have their own, where they differ; a collective."""
+        """If islands differ, give all of them the mean weights of those that have weights of their own.
+
+        A collective.
+        """
         count = self.loop.level(has_own=has_own)
         if count:
             return "weights of the islands", "transformed", f"all start from the mean of {count} islands' weights"
         return "weights of the islands", "carried", "they are the same bits on all islands"
 
     def mean_over_islands(self, value: float) -> float:
-        """The mean of what the islands' first ranks give; a collective over all islands."""
+        """Mean over islands of their first ranks' values. A collective over all islands."""
         total, count = self.loop.sum_over_islands([value, 1.0])
         return total / count
 

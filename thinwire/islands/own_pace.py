@@ -1,4 +1,4 @@
-"""The trainer's optimizer where ranks have no step in common: each is an island, and takes steps when it can."""
+"""The trainer's optimizer for ranks without common steps: each rank is an island and steps at its own pace."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class Around(Protocol):
 
 
 class Stepped(Protocol):
-    """Takes a step: the user's optimizer, or the context of a method that brings its own."""
+    """An object with `step`: the user's optimizer, or the context of a method that has its own step."""
 
     def step(self) -> Any: ...
 
 
 class OwnPaceOptimizer(AgreeingOptimizer):
-    """The optimizer of one rank alone; the ranks are together in the first step, and in `finish`.
+    """The optimizer of one rank. Ranks act together only in the first step and in `finish`.
 
-    In between none waits for all. The loss is this rank's; that of the first step is the mean over ranks, which proves
-    a resume. A step whose gradient is not finite is skipped on this rank alone. context: runs the method beside
-    training, and takes the steps in place of the user's optimizer where the method says that it brings its step.
+    Otherwise no rank waits for all. The loss is this rank's; only that of the first step is the mean over ranks, which
+    is compared when a run is resumed. A step whose gradient is not finite is skipped on this rank only. context: runs
+    the method beside training, and takes the steps in place of the user's optimizer if the method has its own step.
     """
 
     has_own_pace = True
@@ -80,12 +80,12 @@ class OwnPaceOptimizer(AgreeingOptimizer):
 
     @property
     def bytes_per_step(self) -> int:
-        """Payload this rank sends in one step, on average."""
+        """Payload bytes that this rank sends in one step, on average."""
         return round(self._context.bytes_per_step)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's weights, and take in what others have sent meanwhile."""
+        """Update this rank's weights, and add what others have sent meanwhile."""
         norm, is_first = self.reduce(), not self._has_entered
         if is_first:
             self._context.__enter__()
@@ -103,9 +103,9 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         self._share_stop()
 
     def finish(self) -> None:
-        """Wait until all ranks have taken their steps, and leave the method's result in the model; a collective.
+        """Wait until all ranks have taken their steps, and leave the method's result in the model. A collective.
 
-        From then on `steps` is the fewest that any rank has taken, and `stop_requested` whether any was asked to stop.
+        From then on `steps` is the fewest steps of any rank, and `stop_requested` is true if any was asked to stop.
         """
         if self._has_entered:
             self._context.__exit__(None, None, None)
@@ -114,9 +114,9 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         self.steps, self.stop_requested = int(told[:, 0].min()), bool(told[:, 1].any())
 
     def restore(self, source: Source) -> None:
-        """Go on from a checkpoint: from its weights, with each rank's own optimizer state where the ranks are the same.
+        """Continue from a checkpoint: from its weights, with each rank's own optimizer state if the ranks are the same.
 
-        What the method remembers besides, such as ticks or second vectors, starts anew.
+        Other state of the method, such as ticks or second vectors, starts anew.
         """
         super().restore(source)
         self._context.begin()
@@ -133,14 +133,14 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         log.warning("thinwire: step %d skipped on this rank alone: a gradient is not finite", self.steps)
 
     def reduce(self) -> Tensor:
-        """The norm of this rank's gradient; once a step."""
+        """The norm of this rank's gradient. Call it once a step."""
         if self._grad_norm is None:
             grads = [tensor.grad for tensor in self.trained.values() if tensor.grad is not None]
             self._grad_norm = nn.utils.get_total_norm(grads).double()
         return self._grad_norm
 
     def _share_stop(self) -> None:
-        """A rank that is asked to stop says so to all; they stop within LOOK_EVERY_S and a step."""
+        """Tell all ranks that this one was asked to stop. They stop within LOOK_EVERY_S and a step."""
         now = time.monotonic()
         if self.comm.world_size == 1:
             self.stop_requested = bool(self._stop)
@@ -152,7 +152,7 @@ class OwnPaceOptimizer(AgreeingOptimizer):
             self.stop_requested = self.stop_requested or _compat.default_store().check([STOP_KEY])
 
     def _own(self) -> dict[str, Any]:
-        """The user's optimizer's state, which differs between ranks."""
+        """The state of the user's optimizer, which differs between ranks."""
         return {"state": {str(number): state for number, state in self.inner.state_dict()["state"].items()}}
 
     def _load_own(self, own: Mapping[str, Any]) -> None:

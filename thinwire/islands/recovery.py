@@ -1,7 +1,7 @@
-"""When islands are lost or come: agree on what was applied, hand the state to newcomers, and catch up as one.
+"""What islands do when some are lost or join: agree on the exchanges that count, send the state to newcomers, catch up.
 
-All of it runs on the islands' first ranks. Nobody ever applies a sum of which another survivor holds only a part: an
-exchange counts where anyone knew that all members held all of its messages, and is done once more where nobody did.
+Everything here runs on the islands' first ranks. No island ever applies a sum of which another survivor has only a
+part. An exchange counts if any island knew that all members had all of its messages; otherwise it is repeated.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ UNSURE, RECEIVED, COMMITTED = 0, 1, 2
 
 @dataclass(frozen=True)
 class Change:
-    """A change of membership, as one island saw it. how: what became of exchanges under way, or what it was given.
+    """A change of membership, as one island saw it.
 
-    cost_s: seconds that it stood still, from when it began to wait for the exchange that broke off. jump: the step at
-    which an island goes on that has caught up with the others; 0: it goes on where it is.
+    how: what became of exchanges under way, or what the island received.
+
+    cost_s: seconds that it stood still, from the moment it began to wait for the exchange that failed. jump: the step
+    at which an island continues after it has caught up; 0: no jump.
     """
 
     membership: Membership
@@ -51,11 +53,15 @@ class Change:
 
 @dataclass(frozen=True)
 class IslandStatus:
-    """The word of one island to the others when they have met anew; lists are by fragment.
+    """What an island reports to the others when they have met again; lists are by fragment.
 
-    options: stands for the model and the options. sent_through: the step whose exchanges were the last to be started.
-    ending: see Exchanges. applied: exchanges so far. pending: the step after which one was sent that is not applied; 0:
-    none. status: of it.
+    Attributes:
+        options: a hash of the model and the options.
+        sent_through: the step after which exchanges were last started.
+        ending: see Exchanges.
+        applied: number of exchanges so far.
+        pending: the step after which an exchange was sent that is not applied yet; 0: none.
+        status: of the pending exchange.
     """
 
     options: int
@@ -81,10 +87,10 @@ def join(exchanges: Exchanges) -> Change:
 
 
 def renew(exchanges: Exchanges, start: float, has_met: bool = False) -> Change:
-    """Meet those that are left and those that wait, and go on with them; an island that was out catches up.
+    """Meet the islands that are left and those that wait, and continue with them. An island that was out catches up.
 
-    start: when this island began to stand still, by time.monotonic. Raises ThinwireError where that can't be,
-    PeerLostError where nobody can be met anew.
+    start: when this island stopped training, on time.monotonic's clock. Raises ThinwireError if that is impossible,
+    PeerLostError if no other island can be met.
     """
     peers = exchanges.peers
     while True:
@@ -126,14 +132,14 @@ def exchange_words(exchanges: Exchanges) -> dict[int, IslandStatus]:
 
 
 def options_digest(exchanges: Exchanges) -> int:
-    """Stands for the model and the options, which all islands must have in common."""
+    """A hash of the model and the options, which must be equal on all islands."""
     return int(digest([exchanges.options.encode()]).view(torch.int64)[0])
 
 
 def counting(words: Mapping[int, IslandStatus]) -> list[int]:
-    """By fragment, how many exchanges count, from the words of those who have the state.
+    """For each fragment, the number of exchanges that count, from the statuses of islands that have the state.
 
-    They are at most one apart: nobody sends the next before it has applied this one.
+    Islands differ by at most one: none sends the next exchange before it has applied this one.
     """
     counts = []
     for number in range(len(next(iter(words.values())).applied)):
@@ -144,7 +150,7 @@ def counting(words: Mapping[int, IslandStatus]) -> list[int]:
 
 
 def settle(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> str:
-    """Apply what counts, hand the state to newcomers, and send once more what does not count."""
+    """Apply the exchanges that count, send the state to newcomers, and repeat the exchanges that do not count."""
     peers = exchanges.peers
     for number, count in enumerate(counting(words)):
         if exchanges.outer[number].number < count:
@@ -160,10 +166,10 @@ def settle(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> str:
 
 
 def catch_up(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> tuple[str, int]:
-    """Get the state as of now while the others train on, listen to their exchanges, and apply those to it.
+    """Receive the present state while the others train on, listen to their exchanges, and apply those to it.
 
-    Ends right after an exchange, or with the run where the others end theirs. Returns what was done, and the step at
-    which the others go on from it.
+    Ends right after an exchange, or with the run if the others end. Returns what was done, and the step at which the
+    others continue.
     """
     peers, start = exchanges.peers, time.monotonic()
     (donor, told), *_ = words.items()
@@ -203,9 +209,9 @@ def catch_up(exchanges: Exchanges, words: Mapping[int, IslandStatus]) -> tuple[s
 def exchanges_after(
     exchanges: Exchanges, told: IslandStatus, counts: list[int], *, is_ending: bool
 ) -> Iterator[tuple[int, list[int]]]:
-    """Which fragments the others exchange after which step, from the first exchange that does not count yet.
+    """Yield after which step the others exchange which fragments, from the first exchange that does not count yet.
 
-    Where a run ends, those are all that a newcomer listens to: it takes part in the rest.
+    If the run ends, a newcomer only listens to these exchanges; it takes part in the rest.
     """
     again: dict[int, list[int]] = {}
     for number, step in enumerate(told.pending):
@@ -220,7 +226,7 @@ def exchanges_after(
 
 
 def listen(exchanges: Exchanges, number: int, step: int) -> Sync:
-    """Take part in an exchange with no weight in it."""
+    """Take part in an exchange with weight zero."""
     fragment, peers = exchanges.fragments[number], exchanges.peers
     sync = Sync(
         Header(0, 0, number, 0.0), exchanges.method.codec, fragment.numel, step,
@@ -231,7 +237,7 @@ def listen(exchanges: Exchanges, number: int, step: int) -> Sync:
 
 
 def submit_hand_over(exchanges: Exchanges, donor: int, state: Tensor | None) -> dict[int, Future]:
-    """Start to bring the donor's state into that of each newcomer, by island; every member submits all of it."""
+    """Start to send the donor's state to each newcomer. Every member submits all of these jobs. Futures by island."""
     peers = exchanges.peers
     source = peers.members.index(donor)
     return {
@@ -241,9 +247,9 @@ def submit_hand_over(exchanges: Exchanges, donor: int, state: Tensor | None) -> 
 
 
 def hand_over(link: Link, state: Tensor | None, donor: int, joiner: int) -> Rounds[None]:
-    """Bring `state` from one rank into that of another, a chunk at a time, bits as they are.
+    """Copy `state` bit for bit from one rank into the `state` of another, chunk by chunk.
 
-    A chunk that comes damaged is sent again. The other ranks have no part in it.
+    A chunk that arrives damaged is sent again. The other ranks do nothing.
     """
     if link.rank not in (donor, joiner):
         return
@@ -258,7 +264,7 @@ def hand_over(link: Link, state: Tensor | None, donor: int, joiner: int) -> Roun
 
 
 def hand_over_chunk(link: Link, chunk: Tensor, donor: int, joiner: int) -> Rounds[bool]:
-    """One chunk and the answer to it: whether it came as it was sent."""
+    """Send one chunk and its answer: whether it arrived undamaged."""
     is_donor = link.rank == donor
     round_ = link.exchange(OPERATION, "inter", {} if is_donor else {donor: chunk})
     if is_donor:
@@ -276,7 +282,7 @@ def hand_over_chunk(link: Link, chunk: Tensor, donor: int, joiner: int) -> Round
 
 
 class HandOverProgress:
-    """Says every now and then how far a newcomer's state has come."""
+    """Reports from time to time how much of a newcomer's state has arrived."""
 
     def __init__(self, link: Link, num_bytes: int, donor: int, joiner: int) -> None:
         self._what = f"thinwire: state from {link.wire.name(donor)} to {link.wire.name(joiner)}"

@@ -1,4 +1,4 @@
-"""Asynchronous rounds at fixed times: islands of unequal speed that do not wait for the slowest."""
+"""Asynchronous rounds at fixed times: islands of unequal speed do not wait for the slowest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CLOCK_BYTES, WORD_BYTES = 1, 2
 
 @dataclass(frozen=True)
 class Tick:
-    """One aggregation: its number from 0 on, the ranks that had finished a job, and their weights d_i."""
+    """One aggregation: its number from 0, the ranks that had finished a job, and their weights d_i."""
 
     number: int
     finished: tuple[int, ...]
@@ -46,9 +46,9 @@ class Tick:
 
 
 class RoundsIsland:
-    """One rank as an island, a context around its loop; `method` has the mathematics.
+    """One rank as an island; a context around its loop. `method` has the mathematics.
 
-    Jobs are counted on the training thread; ticks run beside it, on all ranks together, when rank 0's clock says so.
+    The training thread counts jobs. Ticks run beside it, on all ranks together, when rank 0's clock says so.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RoundsIsland:
             announce_table(self.describe())
 
     def begin(self) -> None:
-        """Start from the model's weights, which are the same on all ranks."""
+        """Start with the model's weights, which are the same on all ranks."""
         self._kept[MODEL] = self._model.read()
         self._begun = self._server.clone()
 
@@ -111,7 +111,7 @@ class RoundsIsland:
         return self._kept[MODEL]
 
     def __enter__(self) -> Self:
-        """Start from the server's model, and let time run."""
+        """Start with the server's model, and start the clock."""
         if self._hook is not None:
             raise ConfigError("this context has been entered before: make a new one, and load the old one's state")
         self._begun = self._server.clone()
@@ -122,7 +122,7 @@ class RoundsIsland:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Hand in what was begun, wait until all ranks leave, take the last model; after an error leave at once."""
+        """Finish the job, wait until all ranks leave, and take the last model; after an error, leave at once."""
         self._hook.remove()
         if error is None:
             if self._handed_in is not None:
@@ -153,7 +153,7 @@ class RoundsIsland:
                 self._take_model()
 
     def _hand_in(self) -> None:
-        """The job is done: the next tick takes what it changed."""
+        """The job is done: the next tick sends its change of the model."""
         self._handed_in = self._model.read()
         with self._background.changed:
             self._delta = self._handed_in - self._begun
@@ -161,7 +161,7 @@ class RoundsIsland:
         self.jobs += 1
 
     def _take_model(self) -> None:
-        """Go on from the model that the server sent; steps taken since the job was handed in are added to it."""
+        """Continue with the model that the server sent, plus the steps taken since the job ended."""
         with self._background.changed, self.meter.timed("exposed_s"):
             self._background.wait_for(lambda: self._sent is not None)
             sent, self._sent = self._sent, None
@@ -182,7 +182,7 @@ class RoundsIsland:
                 self._on_tick(tick)
 
     def _tick(self, link: Link) -> Rounds[tuple[Tick, bool]]:
-        """One aggregation: the clock's word, everybody's word, the packets of those who have finished, the sum."""
+        """One aggregation: the clock's signal, every rank's status, the packets of finished jobs, their sum."""
         yield from _await_clock(link)
         with self._background.changed:
             delta, is_leaving = self._delta, self._is_leaving
@@ -222,7 +222,7 @@ class RoundsIsland:
                 )  # fmt: skip
 
     def _apply(self, tick: Tick, total: Tensor) -> None:
-        """Take the step, and send the new model to those who have finished: every rank has it already."""
+        """Take the server's step, and give the new model to ranks that have finished; every rank computes it itself."""
         with self._background.changed:
             if tick.finished:
                 self._server.add_(total, alpha=self.method.outer_lr)
@@ -237,22 +237,22 @@ class RoundsIsland:
 
     @property
     def meter(self) -> Meter:
-        """Payload bytes, and the seconds for which this island waited (exposed_s)."""
+        """Payload bytes, and the seconds that this island waited (exposed_s)."""
         return self.comm.meter
 
     @property
     def bytes_of_packet(self) -> int:
-        """One Delta on the wire."""
+        """Bytes of one Delta packet."""
         return self._wire.packet_bytes(self._model.numel)
 
     @property
     def bytes_per_job(self) -> int:
-        """Payload that this rank sends for each job it finishes: its packet to every other rank."""
+        """Payload bytes that this rank sends for each finished job: its packet to every other rank."""
         return (self.comm.world_size - 1) * self.bytes_of_packet
 
     @property
     def bytes_per_step(self) -> float:
-        """Payload of a job spread over its steps."""
+        """Payload bytes of a job spread over its steps."""
         return self.bytes_per_job / self.method.local_steps
 
     def describe(self) -> list[Row]:
@@ -274,14 +274,14 @@ class RoundsIsland:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The server's model after the last tick, and what was counted; ranks may be some ticks apart."""
+        """The server's model after the last tick, and the counters. Ranks may be some ticks apart."""
         with self._background.changed:
             return {"state": self.state.state_dict(), "layout": self._layout()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the newest of the ranks' states, with new jobs; a collective, before the context is entered.
+        """Continue from the newest of the ranks' states, with new jobs. A collective, before the context is entered.
 
-        Raises ConfigError where the state belongs to another world or model, or time runs already.
+        Raises ConfigError if the state belongs to another world or model, and inside the context.
         """
         if self._hook is not None:
             raise ConfigError("load the state before you enter the context: time runs already")
@@ -299,7 +299,7 @@ class RoundsIsland:
 
 
 def _await_clock(link: Link) -> Rounds[None]:
-    """Rank 0 says that it is time: nobody decides that for itself."""
+    """Wait until rank 0 says that it is time for a tick."""
     word = torch.zeros(CLOCK_BYTES, dtype=torch.uint8)
     is_clock = link.rank == CLOCK
     round_ = link.exchange("clock", "inter", {} if is_clock else {CLOCK: torch.empty_like(word)})

@@ -11,19 +11,19 @@ from thinwire.table import Row
 
 
 class LoopTraffic:
-    """Bytes of a loop's exchanges, promised from shapes, and the rows that describe the loop."""
+    """Bytes of a loop's exchanges, computed from shapes, and the rows that describe the loop."""
 
     def __init__(self, loop: OuterLoop) -> None:
         self._loop = loop
 
     @property
     def num_islands(self) -> int:
-        """Islands that are present; 0 where only the island's first rank knows."""
+        """Number of islands present; 0 on ranks that don't know, all but the island's first."""
         connected = self._loop.exchanges.connected
         return len(connected.members) if connected is not None else 0
 
     def exchange_bytes(self, number: int) -> int:
-        """Payload this rank sends to other islands for one exchange of a fragment."""
+        """Payload bytes that this rank sends to other islands for one exchange of a fragment."""
         exchanges = self._loop.exchanges
         if exchanges.connected is None:
             return 0
@@ -31,7 +31,7 @@ class LoopTraffic:
 
     @property
     def bytes_per_round(self) -> int:
-        """Payload this rank sends in sync_every steps besides the inner strategy's: each fragment once."""
+        """Payload bytes that this rank sends in sync_every steps, each fragment once, besides the inner strategy's."""
         fragments = self._loop.exchanges.fragments
         return sum(self.exchange_bytes(n) + self._inside_bytes(f) for n, f in enumerate(fragments))
 
@@ -41,7 +41,7 @@ class LoopTraffic:
         return -(-self.bytes_per_round // self._loop.method.sync_every)
 
     def _inside_bytes(self, fragment: Layout) -> int:
-        """Handing a fragment from the shards to the first rank, and the merged one back to all."""
+        """Bytes inside the island: collecting a fragment on the first rank, and sending the merged one to all."""
         host, comm = self._loop.host, self._loop.host.comm
         if comm is None or comm.world_size == 1:
             return 0

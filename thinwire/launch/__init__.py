@@ -1,1 +1,1 @@
-"""Starts the workers of one machine, passes signals and messages on, and says why a run has failed."""
+"""Starts the workers of one machine, forwards signals and messages, and reports why a run has failed."""

@@ -40,7 +40,7 @@ CLOCK = "%Y-%m-%d %H:%M:%S"
 
 
 class RankLogs(LogsSpecs):
-    """RUN_DIR/logs: each machine's first worker keeps the terminal as its output, everything else goes to rankN.log.
+    """RUN_DIR/logs: each machine's first worker writes to the terminal, everything else goes to rankN.log.
 
     `before_start` is called when all machines have met, right before the workers start.
     """
@@ -67,7 +67,7 @@ class RankLogs(LogsSpecs):
 
 
 class Relay:
-    """Passes SIGINT and SIGTERM on to the workers, who stop after the current step; the second one kills them."""
+    """Forwards SIGINT and SIGTERM to the workers, which stop after the current step; a second signal kills them."""
 
     def __init__(self) -> None:
         self.agent: LocalElasticAgent | None = None
@@ -79,7 +79,7 @@ class Relay:
             signal.signal(signum, self._handle)
 
     def step_aside(self) -> None:
-        """Let signals end the process at once: no handler runs while it waits for another machine."""
+        """Let signals end this process at once, while it waits for another machine and has no worker."""
         for signum in STOPPING:
             signal.signal(signum, signal.SIG_DFL)
 
@@ -96,9 +96,9 @@ class Relay:
 
 
 def run_workers(config: TrainConfig, start: Start, server: ForkServer, relay: Relay | None = None) -> int:
-    """Run a configuration that has been prepared, with its workers on this machine; see `launch`.
+    """Run a prepared configuration with its workers on this machine; see `launch`. Return the exit code.
 
-    server: what starts them.
+    server: starts the workers.
     """
     relay = relay or Relay()
     host, port = (config.join or f"{LOOPBACK}:{free_port()}").rsplit(":", 1)
@@ -135,7 +135,7 @@ def run_workers(config: TrainConfig, start: Start, server: ForkServer, relay: Re
 
 @contextmanager
 def passing_on(path: Path) -> Iterator[None]:
-    """Show on the terminal what workers without one append to this file."""
+    """Show on the terminal what workers without a terminal append to this file."""
     seen, is_over = path.stat().st_size if path.exists() else 0, threading.Event()
 
     def look() -> None:
@@ -160,7 +160,7 @@ def passing_on(path: Path) -> Iterator[None]:
 
 
 def await_node_0(host: str, port: int, timeout_s: float) -> None:
-    """Return when node 0 answers; raises ThinwireError after `timeout_s` seconds."""
+    """Wait until node 0 answers. Raises ThinwireError after `timeout_s` seconds."""
     print(f"waiting for node 0 at {host}:{port}, at most {timeout_s:g} s ...", flush=True)
     due = time.monotonic() + timeout_s
     while True:
@@ -192,7 +192,7 @@ def make_agent(config: TrainConfig, endpoint: str, start: Start, before_start: C
 
 
 def keep_log(path: Path) -> None:
-    """Send the agent's own messages to a file; the user gets our messages."""
+    """Write the agent's own messages to a file; the user sees thinwire's messages."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(path, mode="w", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", CLOCK))

@@ -32,7 +32,7 @@ class CalibrateConfig:
     codecs: tuple[str, ...] = ()
     """Codecs to time; by default those that `thinwire plan` chooses from."""
     disk: str | None = None
-    """Folder whose disk is measured too, by a file of 64 MB."""
+    """Folder on the disk to measure too, with a file of 64 MB."""
     workers: int = 1
     """Worker processes on this machine."""
     local_size: int | None = None
@@ -62,7 +62,7 @@ def run_calibrate(args: Sequence[str]) -> int:
 
 
 def check(config: CalibrateConfig, problems: Problems) -> None:
-    """Note all that can't work."""
+    """Note everything that can't work."""
     from thinwire.codecs.grammar import read
 
     for name, lowest in (("workers", 1), ("nodes", 1), ("node", 0)):
@@ -87,7 +87,7 @@ def check(config: CalibrateConfig, problems: Problems) -> None:
 
 
 def start_ranks(config: CalibrateConfig, args: Sequence[str]) -> int:
-    """Start this machine's ranks by torchrun, each of which runs the command again."""
+    """Start this machine's ranks with torchrun; each of them runs the command again."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
@@ -110,7 +110,7 @@ def start_ranks(config: CalibrateConfig, args: Sequence[str]) -> int:
 
 
 def measure(config: CalibrateConfig) -> int:
-    """Measure as one rank; the first writes the file."""
+    """Measure as one rank. The first rank writes the file."""
     from dataclasses import replace
     from datetime import timedelta
 
@@ -156,7 +156,7 @@ def measure(config: CalibrateConfig) -> int:
 
 
 def reached_ranks(config: CalibrateConfig, store: Any, rank: int, world_size: int) -> tuple[list[int], list[str]]:
-    """The ranks that are measured, and lines on links that are down; a collective."""
+    """The ranks that are measured, and lines about broken links. A collective."""
     from thinwire.calibration.reach import all_connected, links_down
     from thinwire.launch.agent import LOOPBACK
     from thinwire.launch.machine import interface_towards
@@ -173,7 +173,7 @@ def reached_ranks(config: CalibrateConfig, store: Any, rank: int, world_size: in
 
 
 def lines_on(machine: Machine) -> list[str]:
-    """What was measured, for a reader."""
+    """The measurements as lines of text."""
     network, ranks = machine.network, range(machine.num_ranks)
     lines = ["Mbit/s from (row) to (column):"]
     for a in ranks:

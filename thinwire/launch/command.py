@@ -9,7 +9,7 @@ from thinwire.launch.line import command_line
 
 
 def run_train(args: Sequence[str]) -> int:
-    """Train as the command line asks; the exit code."""
+    """Train as the command line says. Return the exit code."""
     problems = Problems()
     stated = command_line().read(args, problems)
     # Nobody who asks for --help, or misspells a name, waits for torch.

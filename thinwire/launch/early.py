@@ -1,4 +1,4 @@
-"""What can be told of a run before torch is loaded, which takes seconds on a slow machine."""
+"""Checks that need no torch: they report mistakes before torch loads, which takes seconds on a slow machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from thinwire.run.run_dir import RunDir
 
 
 def refuse_early(stated: Stated, problems: Problems) -> None:
-    """Raise ConfigError with all that the flags alone tell is wrong.
+    """Raise ConfigError with everything that is wrong with the flags alone.
 
-    Where a file states values too, or torch is there already, all problems are told at once later.
+    If a file states values too, or torch is loaded already, it does nothing: later checks report all problems at once.
     """
     flags = stated[""]
     if "torch" in sys.modules or "config_file" in flags or flags.get("resume"):

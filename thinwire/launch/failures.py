@@ -1,4 +1,4 @@
-"""Why a run has failed: the first cause among what its workers left behind, in one short message."""
+"""Finds the first cause of a failed run in what its workers left, and states it in one short message."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ def failure(
     failures: Mapping[int, ProcessFailure], run_dir: RunDir, timeout_s: float, injected: Sequence[str] = (), *,
     is_island: bool = False, advice: str = "", memory: str | None = None,
 ) -> ThinwireError:  # fmt: skip
-    """One short message on why the run failed: the first cause, and what is left.
+    """A short message about why the run failed: the first cause, and what is left of the run.
 
-    timeout_s: how long ranks wait for one that is silent. is_island: whether only an island failed, and others may go
-    on. advice: how the run would have gone on without a process that was killed. memory: each worker's budget.
+    Args:
+        timeout_s: how long ranks wait for a silent one.
+        is_island: only an island failed, and others may continue.
+        advice: how the run would have survived the loss of a process.
+        memory: each worker's budget, as stated.
     """
     rank, cause = first_cause(failures)
     records = read_metrics(run_dir.metrics)
@@ -51,10 +54,10 @@ def failure(
 
 
 def first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank whose failure the others follow from, and that failure.
+    """The rank that failed first, and its failure; the other failures follow from it.
 
-    First comes a process that was killed, then any error but a lost peer, then a lost peer. Last comes a process that
-    the agent itself has killed, because it was frozen, long after the others have reported it.
+    A killed process comes first, then any error but a lost peer, then a lost peer. Last comes a process that the agent
+    itself has killed: it was frozen, and the others have reported it long before.
     """
     first_report = min((f.timestamp for f in failures.values() if not is_killed(f)), default=math.inf)
 
@@ -67,14 +70,14 @@ def first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFai
 
 
 def hung(failures: Mapping[int, ProcessFailure], since: float) -> str:
-    """Names the workers that had to be killed in the end, and when they fell silent; empty where there are none."""
+    """Names the workers that hung and had to be killed, and since when they were silent; empty if there are none."""
     killed = [f"rank {rank} (pid {one.pid})" for rank, one in failures.items() if is_killed(one)]
     clock = time.strftime("%H:%M:%S", time.localtime(since))
     return f"{', '.join(killed)} has hung since about {clock}, and was ended; " if killed else ""
 
 
 def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = (), *, is_island: bool = False) -> str:
-    """What happened to a rank, and what the ranks that it trained with have done."""
+    """What happened to a rank, and what the ranks that trained with it have done."""
     if is_killed(cause):
         asked = ", or as --inject asks" if any(faults.parse(text).kind == "kill" for text in injected) else ""
         by_whom = f" (by hand, or by the system for want of memory{asked})"
@@ -87,7 +90,7 @@ def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = (), *, i
 
 
 def starved(rank: int, cause: ProcessFailure, run_dir: RunDir, memory: str | None) -> str:
-    """Says that a worker's budget is too small to load a library in, which ends the process; empty: that was not it."""
+    """Says that a worker's budget is too small to load its libraries, if that ended it; else empty."""
     log = run_dir.logs / f"rank{rank}.log"
     if cause.exitcode != LOADER_FAILED or memory is None or not log.exists() or NO_ROOM not in log.read_text():
         return ""
@@ -99,7 +102,7 @@ def starved(rank: int, cause: ProcessFailure, run_dir: RunDir, memory: str | Non
 
 
 def is_unsaved(cause: ProcessFailure) -> bool:
-    """Whether the run had come to its end, and could not write what it leaves."""
+    """Whether the run had reached its end, but could not write its results."""
     message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
     return str(message).startswith("UnsavedError: ")
 
@@ -110,5 +113,5 @@ def is_killed(cause: ProcessFailure) -> bool:
 
 
 def has_failed_by_itself(failure: ProcessFailure) -> bool:
-    """Whether neither a signal has ended it nor the loss of another."""
+    """Whether it failed by itself: neither by a signal nor because another rank was lost."""
     return failure.exitcode > 0 and "PeerLostError" not in str(failure.message)

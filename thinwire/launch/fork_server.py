@@ -1,4 +1,4 @@
-"""Starts processes that have loaded already what they need: forked from a copy of this one."""
+"""Starts processes quickly: forks them from a copy of this process that has loaded everything they need."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LOOK_EVERY_S = 0.02
 
 
 class ForkServer:
-    """A copy of this process that forks others on request; a new interpreter would import torch for seconds in each.
+    """A copy of this process that forks others on request. A new interpreter would spend seconds on importing torch.
 
-    Make it before this process computes or starts a thread: a fork has the memory of its parent and none of its
-    threads. The copy is in a session of its own, so that a terminal's Ctrl-C does not reach it, and ends when it is
-    closed or when this process dies.
+    Make it before this process computes or starts a thread: a fork has its parent's memory but none of its threads. The
+    copy has a session of its own, so a terminal's Ctrl-C does not reach it. It ends when it is closed or when this
+    process dies.
 
-    preload: a module that only the copy imports, while this process goes on.
+    preload: a module that only the copy imports, while this process continues.
     """
 
     def __init__(self, preload: str | None = None) -> None:
@@ -59,15 +59,15 @@ class ForkServer:
         self, words: Sequence[str], env: Mapping[str, str], stdout: IO[str] | None = None,
         stderr: IO[str] | None = None,
     ) -> Forked:  # fmt: skip
-        """Call `main()` of a module with the arguments that follow its name, in a process and a session of its own.
+        """Call `main()` of the module `words[0]` with the other words as arguments, in a new process and session.
 
-        stdout, stderr: files for what it prints; None: those of this process.
+        stdout, stderr: files for its output; None: those of this process.
         """
         outputs = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
         return Forked(self, self.ask(("start", list(words), dict(env)), outputs))
 
     def ask(self, request: tuple, outputs: Sequence[int] = ()) -> Any:
-        """What the copy answers. Raises ThinwireError where it is gone."""
+        """The copy's answer. Raises ThinwireError if the copy is gone."""
         content = pickle.dumps(request)
         try:
             socket.send_fds(self._requests, [len(content).to_bytes(8, "big")], list(outputs))
@@ -78,7 +78,7 @@ class ForkServer:
 
 
 class Forked:
-    """A process that a server has forked, with what a Popen has of it."""
+    """A process that a ForkServer has forked, with the interface of a Popen."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server, self.pid = server, pid
@@ -91,7 +91,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired after so many seconds."""
+        """Its exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         due = time.monotonic() + (float("inf") if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > due:
@@ -100,7 +100,7 @@ class Forked:
         return code
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to it, if it still runs."""
+        """Send it a signal, if it still runs."""
         if self.returncode is None:
             os.kill(self.pid, signum)
 
@@ -144,7 +144,7 @@ def _start(requests: socket.socket, files: list[int], words: list[str], env: dic
 
 
 def _become(files: list[int], words: list[str], env: dict[str, str]) -> NoReturn:
-    """Be a process as `python -u -m MODULE ARGUMENTS` would make it."""
+    """Turn this process into what `python -u -m MODULE ARGUMENTS` would be."""
     code: Any = 0
     with suppress(OSError):
         # The command line is that of the launcher: this is what ps and top tell workers by.

@@ -38,9 +38,9 @@ FINISHED = {0, UNSAVED}
 
 
 class Children:
-    """The launchers of this machine's islands, to which all signals are passed on.
+    """The launchers of this machine's islands; all signals are forwarded to them.
 
-    restarts: how often each may be started again. server: what starts them.
+    restarts: how often each may be started again. server: starts them.
     """
 
     def __init__(self, restarts: int, server: ForkServer) -> None:
@@ -54,17 +54,20 @@ class Children:
             signal.signal(signum, self._handle)
 
     def start(self, number: int, command: list[str], again: list[str], log: Path | None) -> None:
-        """Start an island; again: the command with which it is started again. log: its output; None: this one's."""
+        """Start an island. again: the command that starts it after a failure. log: file for its output.
+
+        None: this process's.
+        """
         self._again[number] = again, log
         with nullcontext() if log is None else log.open("a") as output:
             self.running[number] = self._server.start(command, os.environ, output)
 
     def is_first_time(self, number: int) -> bool:
-        """Whether it was never started again."""
+        """Whether the island has not been started again yet."""
         return number not in self._num_restarts
 
     def start_again(self, number: int, code: int) -> None:
-        """Start an island that has failed with that exit code, if it may be; it joins the others."""
+        """Start an island again that failed with this exit code, if allowed; it then joins the others."""
         done, failed = self._num_restarts.get(number, 0), f"thinwire: island {number} failed with exit code {code}"
         if done >= self.restarts:
             print(f"{failed}, and is not started again; the others go on", file=sys.stderr)
@@ -80,7 +83,7 @@ class Children:
                 child.send_signal(signum)
 
     def ended(self) -> dict[int, int]:
-        """Exit codes, as a shell gives them, of the islands that have ended since the last call."""
+        """Exit codes, in the shell's form, of the islands that have ended since the last call."""
         codes = {number: code for number, child in self.running.items() if (code := child.poll()) is not None}
         for number in codes:
             del self.running[number]
@@ -92,7 +95,7 @@ class Children:
 
 
 def launch_islands(config: TrainConfig, start: Start, server: ForkServer) -> int:
-    """Run this machine's islands to their end; the worst exit code. Raises StoppedError after a signal."""
+    """Run this machine's islands to their end. Return the worst exit code. Raises StoppedError after a signal."""
     children = Children(config.restarts, server)
     size = island_size(config)
     here, count = config.workers // size, config.world_size // size
@@ -121,7 +124,10 @@ def launch_islands(config: TrainConfig, start: Start, server: ForkServer) -> int
 
 
 def watch(children: Children, meeting: dist.TCPStore) -> int:
-    """Return when all have ended; one that fails before the islands have met ends all, later it is started again."""
+    """Wait until all have ended. A failure before the islands have met ends all.
+
+    A later one starts the island again.
+    """
     codes: dict[int, int] = {}
     while children.running:
         for number, code in children.ended().items():
@@ -151,10 +157,10 @@ def watch(children: Children, meeting: dist.TCPStore) -> int:
 
 
 def follow_command(island: IslandPlace) -> None:
-    """End this process, an island's launcher, when the command that started it is gone.
+    """End this process, an island's launcher, if the command that started it is gone.
 
-    If the meeting is gone too, all islands stop, as on SIGTERM. If it still answers, another machine hosts it, and only
-    this island leaves.
+    If the meeting is gone too, all islands stop, as on SIGTERM. If the meeting still answers, another machine hosts it,
+    and only this island leaves.
     """
     parent = os.getppid()
     host, _, port = island.meet.rpartition(":")
@@ -176,7 +182,7 @@ def follow_command(island: IslandPlace) -> None:
 
 
 def main() -> NoReturn:
-    """With CONFIG.toml and START as arguments, as `launch_islands` has it started: one island's launcher."""
+    """One island's launcher, with CONFIG.toml and START as arguments; started by `launch_islands`."""
     config_path, told = sys.argv[1:]
     start, problems = Start.from_json(told), Problems()
     assert start.island is not None

@@ -53,23 +53,23 @@ def command_line() -> CommandLine:
 
 
 def option_tables() -> Mapping[str, type]:
-    """See `thinwire.options`, which knows the strategies, and with them torch."""
+    """See `thinwire.options`, which loads the strategies and with them torch."""
     from thinwire import options
 
     return options.option_tables()
 
 
 def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
-    """The configuration that the command line asks for; wrong keys, flags and types are noted as problems.
+    """The configuration that the command line states. Notes wrong keys, flags and types as problems.
 
-    With --resume and no CONFIG.toml, the run directory's own config.toml takes its place. Raises ConfigError for a
-    file that can't be read; SystemExit after --help.
+    With --resume and no CONFIG.toml, the run directory's own config.toml is read. Raises ConfigError for a file that
+    can't be read; SystemExit after --help.
     """
     return configured(command_line().read(args, problems), problems)
 
 
 def configured(stated: Stated, problems: Problems) -> TrainConfig:
-    """The same from the values that the command line states."""
+    """The configuration from the values that the command line states."""
     # It knows the strategies, and with them torch, for which --help does not wait.
     from thinwire.run.settings import check_length, read_toml
 

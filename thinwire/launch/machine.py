@@ -1,4 +1,4 @@
-"""What a launcher asks of its machine: the way to another, ports, its start, threads, the fastest compute dtype."""
+"""What a launcher needs to know about its machine: network interface, free ports, threads, fastest compute type."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WORTHWHILE = 1.1
 
 
 def interface_towards(host: str) -> tuple[str, str] | None:
-    """Name and IPv4 address of the network interface from which `host` is reached; None where it can't be told.
+    """Name and IPv4 address of the network interface that reaches `host`; None if unknown.
 
-    Left to itself gloo takes the address of this machine's name, which Debian and Ubuntu resolve to 127.0.1.1.
+    By default gloo uses the address of this machine's name, which Debian and Ubuntu resolve to 127.0.1.1.
     """
     if sys.platform != "linux":
         return None
@@ -46,7 +46,7 @@ def interface_towards(host: str) -> tuple[str, str] | None:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started; elsewhere than on Linux, those that it has computed."""
+    """Seconds since this process was started; on systems other than Linux, seconds of CPU time it used."""
     status = Path("/proc/self/stat")
     if not status.exists():
         return time.process_time()
@@ -66,14 +66,14 @@ def port_is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on at this moment."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def threads_per_worker(num_workers: int) -> tuple[int, str]:
-    """Compute threads of one worker, and why: OMP_NUM_THREADS where it is set, else an equal share of the cores."""
+    """Compute threads of one worker, and the reason: OMP_NUM_THREADS if it is set, else an equal share of the cores."""
     stated = os.environ.get("OMP_NUM_THREADS", "")
     if stated.isdigit() and int(stated) > 0:
         return int(stated), "OMP_NUM_THREADS is set"
@@ -81,7 +81,7 @@ def threads_per_worker(num_workers: int) -> tuple[int, str]:
 
 
 def bf16_speedup(threads: int, repeats: int = 5) -> float:
-    """Seconds of a small feed-forward block, forward and backward, in fp32 over those under bf16 autocast."""
+    """How many times faster a small feed-forward block, forward and backward, is under bf16 autocast than in fp32."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -101,7 +101,7 @@ def bf16_speedup(threads: int, repeats: int = 5) -> float:
 
 
 def choose_dtype(asked: str, threads: int) -> tuple[str, str]:
-    """The compute dtype, "bf16" or "fp32", and why."""
+    """The compute type, "bf16" or "fp32", and the reason."""
     if asked != "auto":
         return asked, ""
     speedup = bf16_speedup(threads)

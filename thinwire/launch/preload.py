@@ -1,4 +1,4 @@
-"""What every worker would load by itself in its first seconds: the server that forks them imports it once."""
+"""Modules that every worker needs; the server that forks workers imports them once."""
 
 from __future__ import annotations
 

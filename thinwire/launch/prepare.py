@@ -1,4 +1,4 @@
-"""Everything that can go wrong before a process starts, and everything worth doing only once."""
+"""Checks everything that can be wrong before a process starts, and does once what every worker would do."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from thinwire.training.planned import read_plan
 
 
 def check(config: TrainConfig, problems: Problems) -> Run | None:
-    """Build the run, and note every reason why it can't start, without writing anything; None where it has a fault."""
+    """Build the run, and note every reason why it can't start. Writes nothing. None if the run can't be built."""
     wrong_numbers = list(range_errors(config))
     problems.messages += wrong_numbers
     run = problems.note(Run.of, config)
@@ -116,7 +116,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
 
 
 def check_mesh(config: TrainConfig, run: Run | None) -> None:
-    """Raise ConfigError for a mesh that the ranks do not fill, or that strategy or model can't share."""
+    """Raise ConfigError for a mesh of another number of ranks, or one that strategy or model don't support."""
     shape, problems = config.mesh_shape, Problems()
     if shape.world_size != config.world_size:
         others = shape.world_size // shape.sizes["data"]
@@ -136,7 +136,7 @@ def check_mesh(config: TrainConfig, run: Run | None) -> None:
 
 
 def check_tensor(config: TrainConfig, model: nn.Module | None) -> None:
-    """Raise ConfigError, with all that is wrong, for a tensor axis that does not fit the model or leaves a machine."""
+    """Raise ConfigError, with all reasons, for a tensor axis that does not fit the model or spans machines."""
     problems, size = Problems(), config.mesh_shape.tensor
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
     if config.world_size > machine and machine % size:
@@ -152,7 +152,7 @@ def check_tensor(config: TrainConfig, model: nn.Module | None) -> None:
 
 
 def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> None:
-    """Raise ConfigError, with all that is wrong, for stages that do not fit model, batch, mesh or strategy."""
+    """Raise ConfigError, with all reasons, for stages that do not fit model, batch, mesh or strategy."""
     shape, problems = config.mesh_shape, Problems()
     if run.pipeline is None:
         return
@@ -173,7 +173,7 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
 
 
 def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None:
-    """Raise ConfigError, with all that is wrong, where stages can't be chosen."""
+    """Raise ConfigError, with all reasons, if the run can't choose its stages."""
     problems, what, stated = Problems(), f"--stages {config.stages}", "--stages 2"
     if config.mesh is not None or run.sequence is not None or (config.tensor or 1) > 1:
         problems.messages.append(f"{what} finds the mesh: leave --mesh, --tensor and --sequence.parallel out")
@@ -190,7 +190,7 @@ def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None
 
 
 def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
-    """Raise ConfigError, with all that is wrong, where the ranks can't choose a strategy for themselves."""
+    """Raise ConfigError, with all reasons, if the run can't choose its strategy."""
     problems, what, stated = Problems(), f"--strategy {config.strategy}", "--strategy sdp4bit"
     if config.mesh is not None or config.order or max(config.sequence or 1, config.tensor or 1) > 1:
         problems.messages.append(
@@ -212,7 +212,7 @@ def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
 
 
 def check_order(config: TrainConfig, run: Run) -> None:
-    """Raise ConfigError for an order that parts the ranks of a machine, or islands from each other."""
+    """Raise ConfigError for an order that separates the ranks of a machine, or for islands, which take no order."""
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
     parts = [list(config.order[first : first + machine]) for first in range(0, len(config.order), machine)]
     if any(part != list(range(part[0], part[0] + machine)) or part[0] % machine for part in parts):
@@ -225,7 +225,7 @@ def check_order(config: TrainConfig, run: Run) -> None:
 
 
 def check_sequence(config: TrainConfig, run: Run, model: nn.Module) -> None:
-    """Raise ConfigError, with all that is wrong, for sequences over ranks that do not fit model, mesh or strategy."""
+    """Raise ConfigError, with all reasons, for sequences over ranks that do not fit model, mesh or strategy."""
     shape, problems = config.mesh_shape, Problems()
     if run.sequence is None:
         return
@@ -242,7 +242,7 @@ def check_sequence(config: TrainConfig, run: Run, model: nn.Module) -> None:
 
 
 def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
-    """Raise ConfigError, with all that is wrong, for experts over ranks that do not fit model, mesh or strategy."""
+    """Raise ConfigError, with all reasons, for experts over ranks that do not fit model, mesh or strategy."""
     shape, problems = config.mesh_shape, Problems()
     if run.experts is None:
         return
@@ -258,7 +258,7 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
 
 
 def capacity_rows(config: TrainConfig) -> list[Row]:
-    """What the capacity of a mixture is, if it has one. Raises ConfigError for one that holds no row."""
+    """Rows about the capacity of a mixture, if it has one. Raises ConfigError for a capacity below one row."""
     if config.model not in MIXTURES:
         return []
     batch, mixture = derive(config, config.num_shares), replace(MIXTURES[config.model], **config.tables.get(MOE, {}))
@@ -266,7 +266,7 @@ def capacity_rows(config: TrainConfig) -> list[Row]:
 
 
 def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
-    """Raise ConfigError, with all that is wrong, for what can't lie on a disk, a budget or a disk that is too small."""
+    """Raise ConfigError, with all reasons, for what can't lie on a disk, and for a budget or disk that is too small."""
     residency, problems = run.residency, Problems()
     if residency is None:
         return
@@ -288,7 +288,7 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
 
 
 def check_islands(config: TrainConfig, run: Run) -> None:
-    """Raise ConfigError for a mesh with islands and a strategy without, or the other way round."""
+    """Raise ConfigError if the mesh has islands and the strategy has none, or the other way round."""
     shape = config.mesh_shape
     size = shape.island_size
     if size is not None and not run.has_islands:
@@ -311,7 +311,7 @@ def check_islands(config: TrainConfig, run: Run) -> None:
 
 
 def check_grid(config: TrainConfig, run: Run | None) -> None:
-    """Raise ConfigError for ranks that are no grid, or on which the strategy can't run, whatever the model."""
+    """Raise ConfigError for ranks that form no grid, or a grid on which the strategy can't run with any model."""
     of_node = island_size(config) if run and run.has_islands else config.local_size or config.workers
     topology = Topology.stated(config.world_size, of_node)
     if run is not None:
@@ -320,7 +320,10 @@ def check_grid(config: TrainConfig, run: Run | None) -> None:
 
 
 def device_of(config: TrainConfig, run: Run | None) -> tuple[str, str]:
-    """The kind of device that each worker of this machine trains on, and why. Raises ConfigError for what can't be."""
+    """The kind of device on which each worker of this machine trains, and the reason.
+
+    Raises ConfigError if impossible.
+    """
     if run is not None and run.strategy.cpu_only:
         if config.device == "cuda":
             raise ConfigError(f"--device cuda: strategy {config.strategy} runs on the CPU alone; nearest: --device cpu")
@@ -329,7 +332,7 @@ def device_of(config: TrainConfig, run: Run | None) -> tuple[str, str]:
 
 
 def check_compiled(config: TrainConfig, strategy: Method, topology: Topology) -> None:
-    """Raise ConfigError where torch.compile can't work: weights come and go with a layer, or there is no compiler."""
+    """Raise ConfigError if torch.compile can't work: weights come and go with a layer, or there is no compiler."""
     if not config.compile:
         return
     if why := strategy.not_compiled(topology):
@@ -341,7 +344,7 @@ def check_compiled(config: TrainConfig, strategy: Method, topology: Topology) ->
 
 
 def check_minutes(config: TrainConfig, run: Run) -> None:
-    """Raise ConfigError for a run whose first steps can't be taken twice."""
+    """Raise ConfigError for --minutes in a run whose first steps can't be repeated."""
     if config.minutes is None:
         return
     if why := run.strategy.not_measured:
@@ -349,7 +352,7 @@ def check_minutes(config: TrainConfig, run: Run) -> None:
 
 
 def check_fault(text: str, config: TrainConfig) -> None:
-    """Raise ConfigError for a fault that can't be read, or can't fire in this run."""
+    """Raise ConfigError for a fault that can't be read, or that can't fire in this run."""
     fault, num_ranks, stages = faults.parse(text), config.world_size, config.mesh_shape.pipeline
     if fault.stage is not None and fault.stage >= stages:
         raise ConfigError(f"--inject {text!r}: stages are numbered from 0 to {stages - 1}")
@@ -370,7 +373,7 @@ def check_fault(text: str, config: TrainConfig) -> None:
 
 
 def fault_row(text: str, run: Run) -> Row:
-    """What an injected fault will do."""
+    """A row that says what an injected fault will do."""
     kind = faults.parse(text).kind
     ends = kind == "kill" and run.config.mesh_shape.pipeline > 1 and not run.recovers and not run.has_islands
     more = ", and with it the run: --pipeline.recover average would go on without a stage" if ends else ""
@@ -378,13 +381,16 @@ def fault_row(text: str, run: Run) -> Row:
 
 
 def check_data(config: TrainConfig) -> None:
-    """Read the first document; a dataset on the network is read later, when it is tokenised."""
+    """Read the first document. A dataset on the network is read later, when it is tokenised."""
     if not config.data.startswith("hf:"):
         next(documents(config.data, config.text_field), None)
 
 
 def check_model(config: TrainConfig) -> nn.Module | None:
-    """The model without memory; of a transformers model, whose weights may be large, only the config is checked."""
+    """The model without memory.
+
+    Of a transformers model only the config is checked, because its weights may be large.
+    """
     tokenizer = load_tokenizer(config.tokenizer)
     if config.seq_len <= 0:
         return None
@@ -402,7 +408,7 @@ def check_model(config: TrainConfig) -> nn.Module | None:
 
 
 def check_teacher(config: TrainConfig, run: Run | None) -> None:
-    """Raise ConfigError, with all that is wrong, for a teacher that can't be asked in every forward of the model."""
+    """Raise ConfigError, with all reasons, for a teacher that can't run in every forward of the model."""
     problems = Problems()
     if config.teacher is None:
         if config.teacher_weight is not None:
@@ -443,7 +449,7 @@ def check_join(config: TrainConfig) -> None:
 
 
 def model_rows(config: TrainConfig) -> list[Row]:
-    """Where the weights of a model of transformers come from."""
+    """Rows about the source of a transformers model's weights."""
     if not config.model.startswith("hf:"):
         return []
     folder = Path(config.model.removeprefix("hf:")).expanduser()
@@ -456,7 +462,7 @@ def model_rows(config: TrainConfig) -> list[Row]:
 
 
 def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]:
-    """The run with everything derived filled in, and the rows that say so."""
+    """The run with all derived values filled in, and the rows that say so."""
     batch = derive(asked, asked.num_shares)
     dtype: Any
     device: Any
@@ -491,13 +497,19 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
 
 
 def of_other_rank(config: TrainConfig) -> TrainConfig:
-    """The configuration of a rank that does not check it: what rank 0 chooses without measuring, chosen alike."""
+    """The configuration of a rank that does not check it.
+
+    It makes the choices that need no measurement, as rank 0 does.
+    """
     kept, _ = keep_chosen(config)
     return replace(kept, loss=loss_of(kept)[0])
 
 
 def loss_of(config: TrainConfig) -> tuple[Any, str]:
-    """Which of "plain" and "cut", and why. Raises ConfigError for a model whose logits are not its head's output."""
+    """The loss, "plain" or "cut", and the reason.
+
+    Raises ConfigError for a model whose logits are not its head's output.
+    """
     vocab_size: Any = load_tokenizer(config.tokenizer).vocab_size
     vocab_size = config.tables.get(model_table(config.model) or "", {}).get("vocab_size", vocab_size)
     if config.model.startswith("hf:"):
@@ -521,7 +533,10 @@ def loss_of(config: TrainConfig) -> tuple[Any, str]:
 
 
 def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
-    """Check, fill in what follows, and state it in rows; nothing is written. Raises ConfigError with all problems."""
+    """Check the run, fill in what follows, and state it in rows. Writes nothing.
+
+    Raises ConfigError with all problems.
+    """
     threads, why = threads_per_worker(config.workers)
     rows: list[Row] = [("threads per worker", str(threads), why)]
     with problems.collect():
@@ -543,7 +558,7 @@ def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
 
 
 def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
-    """The configuration of a resumed run with the steps and the model that were chosen when it began."""
+    """The configuration of a resumed run, with the steps and the model that were chosen when the run began."""
     if not config.resume or (config.minutes is None and config.model != "auto" and not config.is_planned_late):
         return config, []
     before = None
@@ -569,7 +584,7 @@ def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
 
 
 def with_model(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row]]:
-    """The configuration with a model in place of `--model auto`. Raises ConfigError where none can be chosen."""
+    """The configuration with the model that `--model auto` chooses. Raises ConfigError if it can't choose one."""
     if config.model != "auto":
         return config, []
     dtype, _ = choose_dtype(config.dtype, threads)
@@ -578,7 +593,7 @@ def with_model(config: TrainConfig, threads: int) -> tuple[TrainConfig, list[Row
 
 
 def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
-    """Plan, then claim the run directory, and do once what every worker would do: tokens and kernels.
+    """Plan the run, claim the run directory, and do once what every worker would do: tokens and kernels.
 
     Raises ConfigError with all problems at once.
     """
@@ -594,7 +609,7 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
 
 
 def check_returns(run: Run, num_sequences: int) -> None:
-    """Raise ConfigError for differences to a sequence's last message where none comes twice."""
+    """Raise ConfigError for differences to a sequence's last message if no sequence comes twice."""
     config = run.config
     taken = config.steps * (config.tokens_per_step or 0) // config.seq_len
     if run.pipeline is not None and run.pipeline.delta and config.minutes is None and taken <= num_sequences:
@@ -614,9 +629,9 @@ def dry_run(config: TrainConfig, problems: Problems) -> int:
 
 
 def saved_config(checkpoint: Path) -> TrainConfig | None:
-    """The configuration of the run that saved a checkpoint; config.toml is of the last start and may differ.
+    """The configuration of the run that saved a checkpoint; config.toml is that of the last start and may differ.
 
-    None if the checkpoint does not state it, or was written by another version.
+    None if the checkpoint does not state it, or if another version wrote it.
     """
     text, problems = Manifest.read(checkpoint).about.get("config"), Problems()
     config = parse_toml(text, str(checkpoint), problems) if text else None
@@ -624,7 +639,7 @@ def saved_config(checkpoint: Path) -> TrainConfig | None:
 
 
 def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
-    """Rows on what a resumed run changes; raises ConfigError for a change that needs a new run."""
+    """Rows about what a resumed run changes. Raises ConfigError for a change that needs a new run."""
     if not config.resume:
         return []
     later = passed_over(run_dir.checkpoints)

@@ -1,4 +1,4 @@
-"""Runs the stages of a pipeline that goes on without lost ones: starts a worker that was killed again."""
+"""Runs a pipeline that survives the loss of stages: starts killed workers again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PATIENCE = 1.5
 
 
 def launch_stages(config: TrainConfig, start: Start, server: ForkServer) -> int:
-    """Run this machine's workers to their end, as the launcher of `thinwire train` does; see `Watch.run`."""
+    """Run this machine's workers to their end, as the launcher of `thinwire train`; see `Watch.run`."""
     host, _, port = (config.join or f"{LOOPBACK}:0").rpartition(":")
     if config.node == 0:
         store = host_meeting(int(port))
@@ -50,7 +50,7 @@ def launch_stages(config: TrainConfig, start: Start, server: ForkServer) -> int:
 
 
 def watch_stage(config: TrainConfig, start: Start, server: ForkServer, place: ProcessPlace) -> int:
-    """Run the worker that torchrun, or another that sets its variables, has asked this process to be."""
+    """Run the worker for whose place torchrun, or a launcher that sets the same variables, started this process."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if has_store or place.rank:
@@ -62,13 +62,15 @@ def watch_stage(config: TrainConfig, start: Start, server: ForkServer, place: Pr
 
 
 class Watch:
-    """The workers of one launcher. One that a signal has killed is started again, at most `config.restarts` times.
+    """The workers of one launcher. A worker that a signal has killed is started again, at most `config.restarts` times.
 
-    One that others wait for, and that does not come to their meeting in PATIENCE times the timeout, has hung and is
+    A worker that does not come to a meeting where others wait, for PATIENCE times the timeout, counts as hung and is
     killed.
 
-    store: in which the ranks meet, at `meet`. local_size: workers of this machine. logs: where workers write; None: to
-    this process's output.
+    Args:
+        store: in which the ranks meet, at address `meet`.
+        local_size: workers of this machine.
+        logs: folder for the workers' output; None: this process's output.
     """
 
     def __init__(
@@ -85,7 +87,10 @@ class Watch:
         self._errors = Path(tempfile.mkdtemp(prefix="thinwire-"))
 
     def run(self, places: Sequence[ProcessPlace]) -> int:
-        """Start the workers and wait for their end; 0. Raises ThinwireError with the first cause of a failure."""
+        """Start the workers and wait for their end. Return 0.
+
+        Raises ThinwireError with the first cause of a failure.
+        """
         for signum in STOPPING:
             signal.signal(signum, self._handle)
         run_dir, failures = RunDir(self.config.run_dir), dict[int, ProcessFailure]()
@@ -136,7 +141,7 @@ class Watch:
             self._running[place] = self._server.start(words, env, out if place.local_rank else None, err)
 
     def _watch(self) -> None:
-        """Say that the workers run; kill those that have hung while others wait for them."""
+        """Report that the workers run. Kill those that hang while others wait for them."""
         now = time.monotonic()
         for place, worker in self._running.items():
             watched(self._store, place.rank)
@@ -150,7 +155,7 @@ class Watch:
                 self._awaited[place] = number, now
 
     def _starts_again(self, place: ProcessPlace, pid: int, code: int) -> bool:
-        """Start a worker again that was killed; have the others end if it is not."""
+        """Start a killed worker again. If that is not allowed, end the others."""
         done, name = self._num_restarts.get(place, 0), f"thinwire: rank {place.rank} (pid {pid})"
         if self._received is None and code < 0 and done < self.config.restarts:
             self._num_restarts[place] = done + 1

@@ -1,4 +1,4 @@
-"""What the launcher found out for its workers, which it tells them in one word of their command line."""
+"""What the launcher tells its workers, as one word of their command line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from thinwire.table import Row
 
 @dataclass(frozen=True)
 class Start:
-    """dtype: the compute type that is fast here. effects: rows of the start-up table. first_gpu: of the first worker.
-    began: when the command was started, as time.time() has it; None: the time until all machines have met does not
-    count. meet: HOST:PORT where ranks meet again after a loss; empty: they do not. The rest: as in TrainConfig.
+    """What the launcher found out for its workers.
+
+    Attributes:
+        dtype: the compute type that is fast on this machine.
+        effects: rows of the start-up table.
+        first_gpu: number of the first worker's GPU.
+        began: when the command was started, as time.time(); None: the time until all machines have met does not count.
+        meet: HOST:PORT where ranks meet again after a loss; empty: they do not.
+
+    The others are as in TrainConfig.
     """
 
     dtype: str | None = None

@@ -1,4 +1,4 @@
-"""A training run from its configuration: with workers of this machine, or as one of torchrun's."""
+"""Starts a training run from its configuration: with workers of this machine, or as one of torchrun's workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.run.run import Run, recovers
 
 
 def train(stated: Stated, problems: Problems) -> int:
-    """Train as the values of a command line state; the exit code. Raises ConfigError with all problems at once."""
+    """Train as the values of a command line say. Return the exit code. Raises ConfigError with all problems at once."""
     began = time.time() - process_age_s()
     config = configured(stated, problems)
     place = ProcessPlace.from_environment()
@@ -46,7 +46,7 @@ def train(stated: Stated, problems: Problems) -> int:
 
 
 def stage(config: TrainConfig, problems: Problems, place: ProcessPlace) -> int:
-    """Watch over the worker that this process was started for; rank 0 checks and prepares."""
+    """Watch over the worker for whose place this process was started. Rank 0 checks and prepares the run."""
     with ForkServer("thinwire.launch.preload") as server:
         start = Start(stop_at=config.stop_at, inject=config.inject, allow_resume_drift=config.allow_resume_drift)
         if place.rank == 0:
@@ -58,10 +58,10 @@ def stage(config: TrainConfig, problems: Problems, place: ProcessPlace) -> int:
 
 
 def launch(config: TrainConfig, problems: Problems, began: float) -> int:
-    """Run the configuration with its workers on this machine; returns the exit code.
+    """Run the configuration with its workers on this machine. Return the exit code.
 
-    began: when the command was started, as time.time() has it.
-    Raises ConfigError before any process is started, ThinwireError when a worker failed, StoppedError after a signal.
+    began: when the command was started, as time.time(). Raises ConfigError before any process is started, ThinwireError
+    if a worker failed, StoppedError after a signal.
     """
     with ForkServer("thinwire.launch.preload") as server:
         relay = Relay()
@@ -78,7 +78,7 @@ def launch(config: TrainConfig, problems: Problems, began: float) -> int:
 
 
 def choose_interface(host: str, num_nodes: int) -> tuple[str, str, str]:
-    """Tell gloo which network interface leads to `host`; the row that says so."""
+    """Tell gloo which network interface reaches `host`. Return the row that says so."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return "network interface", os.environ["GLOO_SOCKET_IFNAME"], "GLOO_SOCKET_IFNAME is set"
     found = interface_towards(host)

@@ -1,4 +1,4 @@
-"""One worker process: joins the others, trains, and leaves without hanging."""
+"""One worker process: joins the others, trains, and ends without hanging."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ MOST_LOSSES = 5
 
 
 def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
-    """Train as one rank; returns the signal that asked this process to stop, or 0.
+    """Train as one rank. Return the signal that asked this process to stop, or 0.
 
-    start: what was found out before the workers were started; known at least on rank 0.
+    start: what the launcher found out; known at least on rank 0.
     """
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     run = replace(run, config=with_derived(run.config)).with_island_size()
@@ -106,7 +106,7 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
 
 
 def hold_to(memory_bytes: int) -> None:
-    """Let the kernel hold this process to a budget."""
+    """Limit this process to a memory budget, enforced by the kernel."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, most))
     small_stacks()
@@ -114,7 +114,7 @@ def hold_to(memory_bytes: int) -> None:
 
 
 def work_on(run: Run, place: ProcessPlace, start: Start) -> int:
-    """The same for a stage of a pipeline that goes on when other stages are lost, or in the place of a lost one."""
+    """Train as a stage of a pipeline that survives the loss of other stages, or in place of a lost stage."""
     timeout_s = run.config.timeout
     meetings = Incarnations(connect(start.meet, timeout_s), place.rank, place.world_size, timeout_s)
     survivor: Survivor | None = None
@@ -152,25 +152,27 @@ def work_on(run: Run, place: ProcessPlace, start: Start) -> int:
 
 
 def is_loss(error: RuntimeError) -> bool:
-    """Whether an error says that another rank is gone: groups that are being made, and torch's own collectives, say
-    so by errors of gloo."""
+    """Whether an error means that another rank is gone.
+
+    Making groups, and torch's own collectives, report that by errors of gloo.
+    """
     return isinstance(error, PeerLostError | dist.DistError) or _compat.is_of_gloo(error)
 
 
 def dtype_of(run: Run, start: Start, device: Device) -> str | None:
-    """What is known of the compute type that is fast here."""
+    """The compute type that is fast on this machine, if known."""
     return start.dtype or (None if run.config.dtype == "auto" else run.config.dtype) or device.fast_dtype
 
 
 def keep_config(run: Run, place: ProcessPlace) -> None:
-    """Write the run's config.toml anew, on every machine: what was chosen is kept when it is resumed."""
+    """Write the run's config.toml again on every machine, so that choices are kept when the run is resumed."""
     path = RunDir(run.config.run_dir).config(int(os.environ.get("GROUP_RANK", "0")))
     if place.local_rank == 0 and path.exists():
         path.write_text(to_toml(run.config))
 
 
 def find_device(run: Run, place: ProcessPlace, start: Start, store: dist.Store, number: int) -> tuple[Device, Start]:
-    """The device that this worker trains on: of one kind for all ranks, so the CPU where one of them has no GPU.
+    """The device on which this worker trains. All ranks use the same kind: the CPU if any rank has no GPU.
 
     number: of this worker on its machine. A collective over the ranks that share the store.
     """
@@ -186,10 +188,10 @@ def find_device(run: Run, place: ProcessPlace, start: Start, store: dist.Store, 
 def join_world(
     run: Run, place: ProcessPlace, start: Start, number: int, store: dist.Store
 ) -> tuple[Run, ProcessPlace, Start, Device, object]:
-    """Make the default process group: all ranks, or those of this one's island.
+    """Make the default process group: of all ranks, or of this rank's island.
 
-    number: of this worker on its machine. store: of all ranks. Returns the run, the place, what was found out, the
-    device, and an object to hold for as long as others may still meet here.
+    number: of this worker on its machine. store: of all ranks. Returns the run, the place, what the launcher found out,
+    the device, and an object to hold as long as others may still meet here.
     """
     config = run.config
     timeout = timedelta(seconds=config.timeout)
@@ -223,7 +225,7 @@ def join_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta
 
 
 def exit_after(run: Run, place: ProcessPlace, start: Start | None, *, trace: bool) -> NoReturn:
-    """Work, then end the process: 0, or the error's exit code with its message (and `trace`) on stderr."""
+    """Work, then end the process: with 0, or with the error's exit code and its message (and `trace`) on stderr."""
     code = 0
     try:
         signum = record(work)(run, place, start) or 0
@@ -263,7 +265,7 @@ class Stamped(io.TextIOBase):
 
 
 def main() -> NoReturn:
-    """With CONFIG.toml, or its text, and START as arguments, as the launcher has it started."""
+    """A worker, with CONFIG.toml or its text, and START, as arguments; started by the launcher."""
     sys.stderr = Stamped(sys.stderr)
     given, start = sys.argv[1:]
     place = ProcessPlace.from_environment()

@@ -1,1 +1,4 @@
-"""What a run is asked to do, where its files lie, and what its processes are told; nothing is trained here."""
+"""The description of a run: its configuration, its files, and what its processes need to know.
+
+Nothing is trained here.
+"""

@@ -1,4 +1,4 @@
-"""What a training run is asked to do: one frozen dataclass, and the batch that follows from it."""
+"""The configuration of a training run, one frozen dataclass, and the batch that follows from it."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class TrainConfig:
 
     @property
     def mesh_shape(self) -> MeshShape:
-        """The axes of the ranks. Raises ConfigError for a text that can't be read, or that states other stages."""
+        """The axes of the ranks. Raises ConfigError for text that can't be read, and for flags that contradict it."""
         if isinstance(self.stages, str):
             # Until the ranks have met, and choose.
             return replace(self, stages=None).mesh_shape
@@ -205,33 +205,33 @@ class TrainConfig:
 
     @property
     def chooses_stages(self) -> bool:
-        """Whether the ranks choose the stages when they have met; until then all of them are the data axis."""
+        """Whether the ranks choose the stages after they have met; until then all ranks are the data axis."""
         return isinstance(self.stages, str)
 
     @property
     def is_planned_late(self) -> bool:
-        """Whether the ranks choose the strategy when they have met."""
+        """Whether the ranks choose the strategy after they have met."""
         return self.strategy == AUTO
 
     @property
     def sequence(self) -> int | None:
-        """The ranks that the options of sequences state; None: none are stated."""
+        """Number of ranks that the options of sequences state; None: not stated."""
         return self.tables.get("sequence", {}).get("parallel")
 
     @property
     def experts(self) -> int | None:
-        """The ranks that the options of experts state; None: none are stated, or they are to be found."""
+        """Number of ranks that the options of experts state; None: not stated, or to be chosen."""
         stated = self.tables.get("experts", {}).get("parallel")
         return None if stated == AUTO else stated
 
     @property
     def chooses_experts(self) -> bool:
-        """Whether the ranks choose, when they have met, how many of them hold the experts between them."""
+        """Whether the ranks choose, after they have met, how many ranks share the experts."""
         return self.tables.get("experts", {}).get("parallel") == AUTO
 
     @property
     def _asked(self) -> dict[str, tuple[str, int | None]]:
-        """The axes that options other than --mesh state: the option, and the ranks where it is stated."""
+        """Axes stated by options other than --mesh, each with the option, and the number of ranks if it is stated."""
         return {
             "pipeline": ("--stages", None if isinstance(self.stages, str) else self.stages),
             "sequence": ("--sequence.parallel", self.sequence),
@@ -241,7 +241,7 @@ class TrainConfig:
 
     @property
     def num_shares(self) -> int:
-        """Ranks that see different data."""
+        """Number of ranks that see different data."""
         return self.world_size // self.mesh_shape.shared
 
     @property
@@ -311,7 +311,7 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
 
 
 def with_derived(config: TrainConfig) -> TrainConfig:
-    """The configuration with the numbers filled in that follow from others."""
+    """The configuration, with the numbers filled in that follow from others."""
     batch = derive(config, config.num_shares)
     # How many steps there are is not known before some were measured.
     warmup_steps = config.warmup_steps if config.minutes else config.num_warmup_steps
@@ -330,10 +330,9 @@ class Batch:
 def derive(config: TrainConfig, world_size: int) -> Batch:
     """The largest micro-batch that fits and divides, and the accumulation that makes up the step.
 
-    world_size: ranks that see different data. By default every rank of a pipeline's stages stands for a micro-batch.
-
-    tokens_per_step = micro_batch * accumulation * seq_len * world_size. Raises ConfigError where tokens_per_step
-    is no multiple of seq_len * world_size.
+    tokens_per_step = micro_batch * accumulation * seq_len * world_size. By default every stage of a pipeline adds one
+    micro-batch. world_size: number of ranks that see different data. Raises ConfigError if tokens_per_step is not a
+    multiple of seq_len * world_size.
     """
     unit = config.seq_len * world_size
     tokens = config.tokens_per_step or config.micro_batch * unit * config.mesh_shape.pipeline

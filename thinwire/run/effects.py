@@ -33,7 +33,7 @@ def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
 
 
 def pipeline_rows(run: Run, batch: Batch) -> Iterator[Row]:
-    """One row on how many micro-batches fill a pipeline."""
+    """A row about how well micro-batches fill a pipeline."""
     stages, num = run.config.mesh_shape.pipeline, batch.accumulation
     if run.pipeline is not None and stages > 1:
         plan = run.pipeline.plan_of(stages, num)
@@ -45,7 +45,7 @@ def pipeline_rows(run: Run, batch: Batch) -> Iterator[Row]:
 
 
 def unused_rows(run: Run) -> Iterator[Row]:
-    """One row for every option that was stated and changes nothing."""
+    """A row for every option that was stated and has no effect."""
     config = run.config
     splits = {SEQUENCE: config.sequence, EXPERTS: config.experts}
     for table in sorted(config.tables.keys() - run.used_tables):
@@ -83,7 +83,7 @@ def unused_rows(run: Run) -> Iterator[Row]:
 
 
 def late_rows(run: Run) -> Iterator[Row]:
-    """One row where the run ends before the strategy is itself, such as in exact first steps or a warm-up."""
+    """A row if the run ends while the strategy still behaves differently, as in exact first steps or a warm-up."""
     settled, steps = 0 if run.has_islands else run.strategy.settled_after, run.config.steps
     if settled >= steps and run.config.minutes is None:
         yield (
@@ -99,7 +99,7 @@ def folder_like(data: str) -> bool:
 
 
 def resume_rows(old: TrainConfig, new: TrainConfig) -> Iterator[Row]:
-    """One row for every value that a resumed run changes and may change."""
+    """A row for every value that a resumed run changes and may change."""
     for item in fields(TrainConfig):
         before, after = getattr(old, item.name), getattr(new, item.name)
         if before != after and item.name not in (*NOT_WRITTEN, *FIXED_ON_RESUME):

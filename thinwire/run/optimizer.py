@@ -14,11 +14,11 @@ from thinwire.optim import MATRIXWISE, NAMED, make_optimizer
 
 
 def optimizer_over(name: str, model: nn.Module, lr: float, weight_decay: float, seed: int) -> torch.optim.Optimizer:
-    """The optimizer `name` over all trainable parameters; those with fewer than two dimensions do not decay.
+    """The optimizer `name` over all trainable parameters. Those with fewer than two dimensions have no weight decay.
 
-    Muon and Dion make the matrices of layers orthogonal, and Apollo projects them; what lies in no layer, embeddings
-    and heads, has rows that are tokens. seed: of projections. Raises ConfigError for a model without layers that needs
-    some.
+    Muon and Dion orthogonalise the matrices of layers, and Apollo projects them. Embeddings and heads, which lie in no
+    layer, take AdamW's step. seed: of projections. Raises ConfigError for a model without layers if the optimizer needs
+    them.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     matrices, vectors = ([n for n, p in trained.items() if (p.dim() >= 2) == wide] for wide in (True, False))

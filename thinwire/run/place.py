@@ -1,4 +1,4 @@
-"""Where a process stands among those that train together."""
+"""The place of a process among those that train together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 
 class IslandPlace(NamedTuple):
-    """One of the worlds that train together. meet: HOST:PORT where their first ranks meet; empty for the only one."""
+    """One of the islands that train together. meet: HOST:PORT where their first ranks meet.
+
+    Empty if there is only one.
+    """
 
     number: int = 0
     num_islands: int = 1
@@ -18,7 +21,7 @@ class IslandPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """This process among the others of its process group: all, or those of its island."""
+    """The place of this process in its process group: all ranks, or those of its island."""
 
     rank: int
     local_rank: int
@@ -35,20 +38,20 @@ class ProcessPlace:
         return cls(rank, local_rank, world_size)
 
     def ordered(self, order: Sequence[int]) -> ProcessPlace:
-        """This process where order[i] is the rank that takes place i; empty: where it is."""
+        """This process's place if order[i] is the rank in place i; empty: unchanged."""
         return replace(self, rank=order.index(self.rank)) if order else self
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of all islands."""
+        """Number of ranks of all islands."""
         return self.world_size * self.island.num_islands
 
     @property
     def number(self) -> int:
-        """This one's, among the ranks of all islands."""
+        """Number of this rank among the ranks of all islands."""
         return self.island.number * self.world_size + self.rank
 
     @property
     def is_first_of_machine(self) -> bool:
-        """Whether it is the first of its machine, where a run without islands has several."""
+        """Whether this is the first process of its machine, in a run without islands on several machines."""
         return self.local_rank == 0 and self.rank > 0 and self.island.num_islands == 1

@@ -1,4 +1,4 @@
-"""What of a run lies in memory and what on a disk, once its model and batch are known."""
+"""Decides which parts of a run lie in memory and which on a disk, once its model and batch are known."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from thinwire.run.run import Run
 
 
 def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Floor]:
-    """The residency of a run without "auto", and the least memory that a rank needs; skeleton: the model on meta.
+    """The residency with every "auto" decided, and the least memory that a rank needs. skeleton: the model on meta.
 
-    Where what a forward keeps does not fit beside the floor, layers are computed again in the backward.
+    If the forward's activations do not fit beside that, layers are recomputed in backward.
     """
     config, residency = run.config, run.residency
     assert residency is not None

@@ -1,4 +1,4 @@
-"""A run before it starts: what it is asked to do, and the strategy that this stands for."""
+"""A run before it starts: its configuration, and the strategy built from it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,12 @@ from thinwire.run.config import DEFAULTS, TrainConfig
 class Run:
     """A configuration and its strategy, which is built once in every process.
 
-    config: with the optimizer that is in effect. strategy: with its options, for a run of this length. pipeline: of the
-    model's stages, where it has several; sequence: of sequences that lie on several ranks; experts: of experts that do;
-    residency: of what lies on a disk.
+    Attributes:
+        config: with the optimizer that is in effect.
+        strategy: with its options, for a run of this length.
+        pipeline: options of the model's stages; None: a single stage.
+        sequence, experts: options of sequences and of experts that lie on several ranks, if any.
+        residency: what lies on a disk, if anything.
     """
 
     config: TrainConfig
@@ -52,10 +55,10 @@ class Run:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Run:
-        """Build the strategy, and take the optimizer of its choice where none is stated.
+        """Build the strategy, and use the optimizer of its choice if none is stated.
 
-        Raises ConfigError, with all that is wrong, for an unknown name, refused options, or an optimizer that the
-        strategy can't drive.
+        Raises ConfigError, with all reasons, for an unknown name, refused options, or an optimizer that the strategy
+        does not support.
         """
         problems, tables = Problems(), tables_in_effect(config)
         # What the ranks choose later is built then; all that is checked before holds for any.
@@ -85,17 +88,17 @@ class Run:
         return cls(replace(config, optimizer=name), strategy, pipeline, sequence, experts, residency)
 
     def but(self, **changes: object) -> Run:
-        """The same run where these values, on which no strategy depends, are others."""
+        """The same run with other values for fields that no strategy depends on."""
         return replace(self, config=replace(self.config, **changes))  # type: ignore[arg-type]
 
     @property
     def has_islands(self) -> bool:
-        """Whether it trains islands, each by a strategy of its own."""
+        """Whether it trains islands, each with an inner strategy."""
         return has_islands(self.config.strategy)
 
     @property
     def recovers(self) -> bool:
-        """Whether it goes on after the loss of a stage."""
+        """Whether it continues after the loss of a stage."""
         return recovers(self.config)
 
     @property
@@ -110,7 +113,7 @@ class Run:
         return tables_in_effect(self.config)
 
     def with_island_size(self) -> Run:
-        """With the ranks of an island and their strategy filled in, where there are islands."""
+        """The run with the size of an island and the inner strategy filled in, if there are islands."""
         if not self.has_islands:
             return self
         return self.but(local_size=island_size(self.config), inner=self.config.inner or DEFAULT_INNER)
@@ -123,9 +126,9 @@ def tokens_of(config: TrainConfig, tokenizer: Tokenizer, data: str | None = None
 
 
 def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertParallel | None) -> str:
-    """The name of the optimizer in effect: the stated one, or the strategy's choice.
+    """Name of the optimizer in effect: the stated one, or the strategy's choice.
 
-    strategy: None where it can't be built. Raises ConfigError for an optimizer that strategy, mesh or experts refuse.
+    strategy: None if it can't be built. Raises ConfigError for an optimizer that strategy, mesh or experts refuse.
     """
     fitting = OPTIMIZERS if strategy is None else strategy.optimizers
     name = config.optimizer or next(iter(fitting))
@@ -146,7 +149,7 @@ def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertPa
 
 
 def recovers(config: TrainConfig) -> bool:
-    """Whether a run goes on after the loss of a stage."""
+    """Whether a run continues after the loss of a stage."""
     return PIPELINE in tables_in_effect(config) and config.tables.get(PIPELINE, {}).get("recover", NONE) != NONE
 
 
@@ -180,9 +183,9 @@ def residency_of(config: TrainConfig) -> Residency | None:
 
 
 def island_size(config: TrainConfig) -> int:
-    """Ranks of one island: those of --mesh or --local-size. By default a machine's, and 1 where there is one machine.
+    """Ranks of one island: as --mesh or --local-size state; by default a machine's, or 1 on a single machine.
 
-    Raises ConfigError where islands would not fit into a machine.
+    Raises ConfigError if islands would not fit on a machine.
     """
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
     size = config.mesh_shape.island_size or config.local_size or (machine if machine < config.world_size else 1)

@@ -1,4 +1,4 @@
-"""The run directory: where everything lies, and the rule that no run is lost by starting another."""
+"""The run directory: where every file lies, and the rule that starting a run never destroys another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from thinwire.errors import ConfigError, nearest, unusable_folder
 
 
 class RunDir:
-    """Paths inside a run directory; several machines may share one, so node 1 and up keep their own config."""
+    """Paths inside a run directory.
+
+    Several machines may share one, so nodes from 1 on have a config file of their own.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -24,11 +27,11 @@ class RunDir:
         return self.path / ("config.toml" if node == 0 else f"config.node{node}.toml")
 
     def island(self, number: int) -> RunDir:
-        """What an island writes: the first one here, the others in folders of their own."""
+        """The folder of an island: for the first one this folder, for the others a subfolder."""
         return self if number == 0 else RunDir(self.path / f"island-{number}")
 
     def check(self, node: int, *, resume: bool, overwrite: bool) -> None:
-        """Raise ConfigError where this run can't be written, or would overwrite another that was not given up."""
+        """Raise ConfigError if this run can't be written, or would overwrite another run without --overwrite."""
         if why := unusable_folder(self.path):
             raise ConfigError(f"--run-dir {self.path}: {why}")
         if self.holds_run(node) and not (resume or overwrite):
@@ -47,7 +50,7 @@ class RunDir:
         return any(mark.exists() for mark in marks)
 
     def next_free(self) -> Path:
-        """The run directory's name with the first number that is free."""
+        """The run directory's name with the first free number."""
         number = 2
         while (free := self.path.with_name(f"{self.path.name}-{number}")).exists():
             number += 1
@@ -64,7 +67,7 @@ class RunDir:
             raise ConfigError(f"--run-dir {self.path} can't be written: {error}") from None
 
     def delete(self, node: int) -> None:
-        """Delete what a run wrote, and nothing else that lies in the folder."""
+        """Delete a run's files, and nothing else in the folder."""
         shared = [self.metrics, self.summary, self.report, self.machine, self.plan, self.logs] if node == 0 else []
         shared += self.path.glob("island-*") if node == 0 else []
         for path in (*shared, self.config(node), self.checkpoints):

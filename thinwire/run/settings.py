@@ -16,7 +16,7 @@ from thinwire.run.run import tables_in_effect
 
 
 def check_length(stated: Mapping[str, Any], note: str, problems: Problems) -> None:
-    """Note where the length of a run is stated in two ways."""
+    """Note a problem if the length of a run is stated in two ways."""
     if stated.keys() >= {"steps", "minutes"}:
         problems.messages.append(
             f"{note}--steps {stated['steps']} and --minutes {stated['minutes']}: a run has one length; give one of them"
@@ -37,7 +37,7 @@ def read_toml(path: Path, problems: Problems) -> TrainConfig:
 
 
 def parse_toml(text: str, place: str, problems: Problems) -> TrainConfig:
-    """The same of a TOML text that lies in `place`."""
+    """The configuration in TOML text; place: where the text comes from, for messages."""
     try:
         content = tomllib.loads(text)
     except ValueError as error:
@@ -55,7 +55,7 @@ def parse_toml(text: str, place: str, problems: Problems) -> TrainConfig:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The configuration as TOML; unset values are left out, as are tables that the run does not use."""
+    """The configuration as TOML. Leaves out unset values, and tables that the run does not use."""
     # With --minutes the number of steps is still to be chosen.
     left_out = (*NOT_WRITTEN, "steps") if config.minutes else NOT_WRITTEN
     lines = [

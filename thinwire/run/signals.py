@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a wish to stop after the current step."""
+"""SIGINT and SIGTERM: requests to stop after the current step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedError(ThinwireError):
-    """Stopped by a signal; the exit code is the shell's 128 + signal."""
+    """A signal stopped the run; the exit code is the shell's 128 + signal."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -20,9 +20,9 @@ class StoppedError(ThinwireError):
 
 
 class StopFlag:
-    """Remembers that this process was asked to stop: by a signal, or by the death of the launcher.
+    """Records that this process was asked to stop, by a signal or by the death of the launcher.
 
-    is_replaced: once its launcher is gone, the others continue without this process, and another takes its place.
+    is_replaced: if its launcher is gone, the others continue without this process, and another takes its place.
     """
 
     def __init__(self, is_replaced: bool = False) -> None:
@@ -38,7 +38,7 @@ class StopFlag:
 
     @property
     def reason(self) -> str:
-        """Why to stop; empty while there is no reason to. Raises ThinwireError where it is replaced instead."""
+        """Why to stop; empty if there is no reason. Raises ThinwireError if the process is replaced instead."""
         if not self._reason and os.getppid() != self._parent:
             if self._is_replaced:
                 raise ThinwireError("the launcher of this island is gone: it leaves the others")

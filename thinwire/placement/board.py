@@ -1,4 +1,4 @@
-"""A schedule in the making: what runs where and when, what travels, what memory holds."""
+"""A schedule under construction: operations with device and time, messages, and the memory in use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.placement.graph import Devices, OpGraph
 
 @dataclass(frozen=True)
 class DeviceTransfer:
-    """A value on its way to another device. A device gets a value once, however many operations take it there."""
+    """A value sent to another device. A device gets a value once, however many of its operations take it."""
 
     value: int
     source: int
@@ -24,9 +24,9 @@ class DeviceTransfer:
 
 @dataclass(frozen=True)
 class DeviceSchedule:
-    """Where and when each operation of a graph runs, and what travels for it.
+    """The device and the time of each operation of a graph, and the messages between devices.
 
-    homes: the device of each operation; spans: its start and end in seconds.
+    homes: the device of each operation. spans: its start and end in seconds.
     """
 
     graph: OpGraph
@@ -37,16 +37,16 @@ class DeviceSchedule:
 
     @property
     def makespan_s(self) -> float:
-        """When the last operation ends."""
+        """The time at which the last operation ends."""
         return max((end for _, end in self.spans), default=0.0)
 
     @property
     def order(self) -> list[int]:
-        """All operations by their start: the one order of all devices."""
+        """All operations, sorted by their start: one order for all devices."""
         return sorted(range(len(self.spans)), key=lambda op: (*self.spans[op], op))
 
     def peak_bytes(self) -> list[float]:
-        """The most memory that each device holds at any time; see Ledger."""
+        """The peak memory of each device; see Ledger."""
         ledger, most = Ledger(self.graph, self.devices.num), [0.0] * self.devices.num
         ends: list[tuple[float, int]] = []
         for op in self.order:
@@ -61,11 +61,11 @@ class DeviceSchedule:
 
 
 class Ledger:
-    """What the memory of devices holds while operations start and end in the order of time.
+    """The memory in use on each device, as operations start and end in order of time.
 
     An operation's temporary bytes and outputs count from its start, a copy from the start of the first operation that
-    takes it, a group's bytes from the start of its first operation. Temporary bytes are freed when the operation ends,
-    a value and its copies when all of its targets have, unless the graph keeps values.
+    takes it, and a group's bytes from the start of its first operation. Temporary bytes are freed when the operation
+    ends. A value and its copies are freed when all operations that take it have ended, unless the graph keeps values.
     """
 
     def __init__(self, graph: OpGraph, num_devices: int) -> None:
@@ -78,7 +78,7 @@ class Ledger:
         self._left = [len(set(value.targets)) for value in graph.values]
 
     def missing(self, op: int, device: int) -> list[int]:
-        """The inputs of an operation that a device does not have."""
+        """The inputs of an operation that a device does not have yet."""
         values, homes = self.graph.values, self._homes
         return [
             value
@@ -87,11 +87,11 @@ class Ledger:
         ]
 
     def missing_bytes(self, op: int, device: int) -> float:
-        """Bytes of the inputs that a device does not have."""
+        """Bytes of the inputs that a device does not have yet."""
         return sum(self.graph.values[value].num_bytes for value in self.missing(op, device))
 
     def need(self, op: int, device: int) -> float:
-        """Bytes that a device needs beside what it holds to start an operation."""
+        """Bytes that a device needs in addition to start an operation."""
         graph, group = self.graph, self.graph.group_of[op]
         more = graph.ops[op].temporary + self.missing_bytes(op, device)
         more += 0.0 if group in self.bound else graph.reserved[group]
@@ -99,7 +99,7 @@ class Ledger:
         return more + (0.0 if graph.keeps else sum(graph.values[value].held_bytes for value in graph.outputs[op]))
 
     def start(self, op: int, device: int) -> None:
-        """Hold what an operation needs."""
+        """Count the memory that an operation needs."""
         self.used_bytes[device] += self.need(op, device)
         for value in self.missing(op, device):
             self._copies[value].add(device)
@@ -107,7 +107,7 @@ class Ledger:
         self._homes[op] = device
 
     def end(self, op: int, device: int) -> None:
-        """Free what is held no longer once an operation has run."""
+        """Free the memory that is no longer needed after an operation."""
         self.used_bytes[device] -= self.graph.ops[op].temporary
         for number in self.graph.inputs[op]:
             self._left[number] -= 1
@@ -124,7 +124,7 @@ class NoRoomError(ConfigError):
 
 
 class DeviceBoard:
-    """Devices on which operations are placed one after the other, each once its inputs' ends are known."""
+    """Devices on which operations are placed one after the other, each after the ends of its inputs are known."""
 
     def __init__(self, graph: OpGraph, devices: Devices) -> None:
         self.graph, self.devices = graph, devices
@@ -141,11 +141,11 @@ class DeviceBoard:
         self._known: dict[tuple[int, int], tuple[int, float]] = {}
 
     def seconds(self, op: int, device: int) -> float:
-        """How long an operation takes on a device."""
+        """Seconds that an operation takes on a device."""
         return self.graph.ops[op].seconds / self.devices.speed(device)
 
     def ready_s(self, op: int, device: int) -> float:
-        """When all inputs of an operation would be on a device; the ends of what makes them must be known."""
+        """The time at which all inputs of an operation would be on a device. Their ends must be known."""
         known = self._known.get((op, device))
         if known is None or known[0] != self._num_sent[device]:
             ready_s = max((arrive_s for _, _, arrive_s in self._messages(op, device)), default=0.0)
@@ -157,13 +157,13 @@ class DeviceBoard:
         return known[1]
 
     def fits(self, op: int, device: int) -> bool:
-        """Whether the operation's group may be there, and memory holds now what the operation needs."""
+        """Whether the operation's group may be on the device, and the device has memory for the operation now."""
         home = self.ledger.bound.get(self.graph.group_of[op], device)
         room = self.devices.memory_bytes - self.ledger.used_bytes[device]
         return home == device and self.ledger.need(op, device) <= room
 
     def place(self, op: int, device: int, not_before_s: float = 0.0) -> None:
-        """Run an operation on a device as early as it can be, and send what it needs there."""
+        """Run an operation on a device as early as possible, and send its inputs there."""
         start_s = max(self.ready_s(op, device), self.free_s[device], not_before_s)
         for value, begin_s, arrive_s in self._messages(op, device):
             source = self.homes[self.graph.values[value].source]
@@ -179,19 +179,19 @@ class DeviceBoard:
         self.spans[op] = (start_s, self.free_s[device])
 
     def end(self, op: int) -> None:
-        """Free what an operation held, now that it has run."""
+        """Free an operation's memory after it has run."""
         home = self.homes[op]
         assert home is not None
         self.ledger.end(op, home)
 
     def done(self) -> DeviceSchedule:
-        """The schedule, when all operations are placed."""
+        """The schedule, after all operations are placed."""
         homes = tuple(home for home in self.homes if home is not None)
         assert len(homes) == len(self.graph.ops)
         return DeviceSchedule(self.graph, self.devices, homes, tuple(self.spans), tuple(self.transfers))
 
     def _messages(self, op: int, device: int) -> list[tuple[int, float, float]]:
-        """The values that a device would be sent for an operation: (value, begin, arrival)."""
+        """The values to be sent to a device for an operation: (value, begin, arrival)."""
         graph, found = self.graph, []
         missing = [(self.spans[graph.values[value].source][1], value) for value in self.ledger.missing(op, device)]
         free_s: dict[int, float] = {}
@@ -210,9 +210,9 @@ class DeviceBoard:
 def replay(
     graph: OpGraph, devices: Devices, homes: Sequence[int], order: Sequence[int] | None = None
 ) -> DeviceSchedule:
-    """The schedule of operations with given devices, each as early as the order of its device allows.
+    """The schedule with given devices. Each operation runs as early as the order on its device allows.
 
-    order: a topological one of all operations; None: that of the graph. Memory is not checked.
+    order: a topological order of all operations; None: the graph's. Memory is not checked.
     """
     board = DeviceBoard(graph, devices)
     for op in range(len(graph.ops)) if order is None else order:

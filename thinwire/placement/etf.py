@@ -1,4 +1,4 @@
-"""m-ETF: of all operations that are ready, the one that can start earliest starts, where memory allows."""
+"""m-ETF: of all ready operations, the one that can start earliest starts, if memory allows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from thinwire.placement.graph import Devices, OpGraph
 
 
 class EarliestFirst:
-    """One run of m-ETF over time.
+    """One run of m-ETF, forward in time.
 
-    At each moment the operations whose inputs exist are `ready`. Those that could start now on some device, with room
-    for all that they need, start, the first of the graph first. Then time goes on to what happens next: an operation
-    ends, or an input arrives where its operation can start. Starts never go back in time, so memory is what it is then.
+    At each moment, the operations whose inputs exist are `ready`. Those that can start now on some device, with memory
+    for everything they need, start in the graph's order. Then time advances to the next event: an operation ends, or an
+    input arrives on a device where its operation can start. Starts never go back in time, so the memory counted is that
+    of the moment.
     """
 
     def __init__(self, graph: OpGraph, devices: Devices) -> None:
@@ -26,7 +27,7 @@ class EarliestFirst:
         self._ends: list[tuple[float, int]] = []
 
     def run(self) -> DeviceSchedule:
-        """Place everything. Raises NoRoomError."""
+        """Place all operations. Raises NoRoomError."""
         num_started = 0
         while num_started < len(self.graph.ops):
             while self._ends and self._ends[0][0] <= self.now_s:
@@ -38,18 +39,21 @@ class EarliestFirst:
         return self.board.done()
 
     def begin_moment(self) -> None:
-        """Called before operations are chosen."""
+        """Called at each moment, before operations are chosen."""
 
     def may_s(self, op: int, device: int) -> float:
-        """When an operation is allowed on a device, however early it could start there."""
+        """The time from which an operation is allowed on a device."""
         return self.now_s
 
     def start_s(self, op: int, device: int) -> float:
-        """When an operation with known ends of all its inputs could start on a device."""
+        """The time at which an operation could start on a device. The ends of all its inputs must be known."""
         return max(self.now_s, self.board.ready_s(op, device), self.board.free_s[device])
 
     def _start_one(self) -> bool:
-        """Start the first operation that can start now; whether there was one. Note when one could, if not."""
+        """Start the first operation that can start now, and return whether there was one.
+
+        If not, note the next possible time.
+        """
         self.begin_moment()
         self._next_s = math.inf
         for op in self.ready:
@@ -69,7 +73,7 @@ class EarliestFirst:
         return False
 
     def _go_on(self) -> None:
-        """To the next moment at which something can change."""
+        """Advance to the next moment at which something can change."""
         next_s = min(self._next_s, self._ends[0][0] if self._ends else math.inf)
         if next_s == math.inf:
             names = [self.graph.ops[op].name for op in self.ready]
@@ -88,10 +92,10 @@ class EarliestFirst:
 def m_etf(graph: OpGraph, devices: Devices) -> DeviceSchedule:
     """Earliest task first, with memory.
 
-    Of all pairs of a ready operation o and a device d with enough memory the one with the least
-    sched(o, d) = max(ready(o, d), free(d)) comes next, where ready(o, d) is when the last input of o is on d; then the
-    first in the graph, then the device that has most of its inputs. Without memory and messages a schedule is at most
-    2 - 1/n times as long as the best. Raises NoRoomError.
+    Of all pairs of a ready operation o and a device d with enough memory, the one with the smallest
+    sched(o, d) = max(ready(o, d), free(d)) comes next; ready(o, d) is the time at which the last input of o is on d.
+    Ties go to the first operation in the graph, then to the device that has most of its inputs. Without memory limits
+    and messages, a schedule takes at most 2 - 1/n times the optimum. Raises NoRoomError.
     Source: "Baechi" (SoCC 2020), section 3.2; Hwang et al., "Scheduling precedence graphs in systems with
     interprocessor communication times" (1989).
     """

@@ -1,4 +1,4 @@
-"""What is placed: operations, the values between them, and the devices that share them."""
+"""Operations, the values between them, and the devices on which they are placed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from thinwire.errors import ConfigError
 class Op:
     """One operation.
 
-    seconds: on a device of speed 1. permanent: bytes that it holds from its placement to the end of the step, such as
-    weights, their gradients and states. temporary: bytes while it runs, beside its outputs.
+    seconds: on a device of speed 1. permanent: bytes held from its placement to the end of the step, such as weights,
+    their gradients and optimizer states. temporary: bytes held while it runs, besides its outputs.
     """
 
     name: str
@@ -30,8 +30,8 @@ class Op:
 class Value:
     """An output of an operation.
 
-    num_bytes: of a message with it, and of its copy on another device. home_bytes: that it adds on the device where it
-    was made; None: num_bytes; less for a view.
+    num_bytes: size of a message with it, and of its copy on another device. home_bytes: memory on the device where it
+    is made; None: num_bytes; less for a view.
     """
 
     source: int
@@ -48,9 +48,9 @@ class Value:
 class OpGraph:
     """Operations in a topological order, and the values between them.
 
-    groups: operations that must share a device; an operation is in one of them at most. keeps: outputs and copies stay
-    until the step has ended, since a backward follows; if not, a value is freed when all of its targets have run.
-    Raises ConfigError for a value that goes backwards, and for an operation of two groups.
+    groups: sets of operations that must share a device; an operation is in at most one. keeps: outputs and copies stay
+    until the step ends, because a backward follows; if false, a value is freed when all operations that take it have
+    run. Raises ConfigError for a value that goes to an earlier operation, and for an operation in two groups.
     """
 
     ops: tuple[Op, ...]
@@ -75,7 +75,7 @@ class OpGraph:
         cls, ops: Iterable[Op], edges: Iterable[tuple[int, int]], num_bytes: float | Mapping[int, float] = 0.0,
         groups: Iterable[Iterable[int]] = (), *, keeps: bool = True,
     ) -> OpGraph:  # fmt: skip
-        """A graph of operations with one output each. num_bytes: of every output, or by the operation."""
+        """A graph of operations with one output each. num_bytes: of every output, or by operation."""
         targets: dict[int, list[int]] = defaultdict(list)
         for source, target in edges:
             targets[source].append(target)
@@ -85,7 +85,7 @@ class OpGraph:
 
     @cached_property
     def inputs(self) -> list[list[int]]:
-        """The values that each operation takes."""
+        """For each operation, the values that it takes."""
         found: list[list[int]] = [[] for _ in self.ops]
         for number, value in enumerate(self.values):
             for target in dict.fromkeys(value.targets):
@@ -94,7 +94,7 @@ class OpGraph:
 
     @cached_property
     def outputs(self) -> list[list[int]]:
-        """The values that each operation makes."""
+        """For each operation, the values that it makes."""
         found: list[list[int]] = [[] for _ in self.ops]
         for number, value in enumerate(self.values):
             found[value.source].append(number)
@@ -102,7 +102,7 @@ class OpGraph:
 
     @cached_property
     def edges(self) -> dict[tuple[int, int], list[int]]:
-        """The values between two operations."""
+        """The values between each two operations."""
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         for number, value in enumerate(self.values):
             for target in dict.fromkeys(value.targets):
@@ -111,7 +111,7 @@ class OpGraph:
 
     @cached_property
     def group_of(self) -> list[int]:
-        """The number of each operation's group; those without one have a group of their own."""
+        """For each operation, the number of its group. An operation outside all groups has one of its own."""
         found = [-1] * len(self.ops)
         for number, group in enumerate(self.groups):
             for op in group:
@@ -121,7 +121,10 @@ class OpGraph:
 
     @cached_property
     def reserved(self) -> dict[int, float]:
-        """Bytes that each group needs on its device to the end: all of it is reserved with its first operation."""
+        """Bytes that each group needs on its device until the end.
+
+        All of them are reserved with its first operation.
+        """
         found: dict[int, float] = defaultdict(float)
         for op, number in enumerate(self.group_of):
             outputs = sum(self.values[value].held_bytes for value in self.outputs[op]) if self.keeps else 0.0
@@ -130,11 +133,11 @@ class OpGraph:
 
     @property
     def total_bytes(self) -> float:
-        """What all groups reserve."""
+        """Bytes that all groups reserve."""
         return sum(self.reserved.values())
 
     def seconds_between(self, source: int, target: int, devices: Devices) -> float:
-        """c of an edge: how long its values travel, the mean over all pairs of devices; 0 inside a group."""
+        """c of an edge: seconds that its values travel, the mean over all pairs of devices; 0 inside a group."""
         if self.group_of[source] == self.group_of[target]:
             return 0.0
         num_bytes = sum(self.values[value].num_bytes for value in self.edges[source, target])
@@ -143,10 +146,13 @@ class OpGraph:
 
 @dataclass(frozen=True)
 class Devices:
-    """What operations are placed on.
+    """The devices for operations.
 
-    network: between the devices. memory_bytes: of each of them. speeds: of each; empty: all 1. queues: messages of one
-    pair of devices follow each other; if not, all travel at once, each at the full rate.
+    Attributes:
+        network: between the devices.
+        memory_bytes: of each device.
+        speeds: of each device; empty: all 1.
+        queues: messages between two devices follow each other; if false, all travel at once, each at the full rate.
     """
 
     network: Network
@@ -163,15 +169,15 @@ class Devices:
         return self.speeds[device] if self.speeds else 1.0
 
     def link_s(self, num_bytes: float, source: int, target: int) -> float:
-        """How long a message keeps its link busy."""
+        """Seconds for which a message occupies its link."""
         return num_bytes / self.network.rates[source][target] if num_bytes else 0.0
 
     def delay_s(self, source: int, target: int) -> float:
-        """How long a byte is on its way."""
+        """Seconds for which a byte travels."""
         return self.network.delays_s[source][target]
 
     def mean_s(self, num_bytes: float) -> float:
-        """How long a message takes, the mean over all pairs."""
+        """Seconds for a message, the mean over all pairs."""
         if num_bytes not in self._means:
             pairs = self.network.pairs
             total = sum(self.link_s(num_bytes, *pair) + self.delay_s(*pair) for pair in pairs)
@@ -184,7 +190,7 @@ class Devices:
 
 
 def lower_bound_s(graph: OpGraph, devices: Devices) -> float:
-    """No schedule is shorter: the longest path without messages, and the work that each device has at least."""
+    """A lower bound of all schedules: the longest path without messages, and each device's minimum work."""
     fastest = max(map(devices.speed, range(devices.num)))
     ends = [0.0] * len(graph.ops)
     for number, op in enumerate(graph.ops):
@@ -195,7 +201,7 @@ def lower_bound_s(graph: OpGraph, devices: Devices) -> float:
 
 
 def in_topological_order(num: int, edges: Iterable[tuple[int, int]], ranks: Sequence[int]) -> list[int]:
-    """Numbers 0 to num - 1 so that every edge leads forward, those of small rank first."""
+    """Numbers 0 to num - 1 in an order in which every edge leads forward; small ranks first."""
     followers: dict[int, set[int]] = defaultdict(set)
     waits = [0] * num
     for source, target in edges:

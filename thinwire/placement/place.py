@@ -1,4 +1,4 @@
-"""`thinwire.place`: which rank computes which part of a model."""
+"""`thinwire.place`: decides which rank computes which part of a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATES = 2
 class Placement:
     """Which rank computes which part of a model, and in which order.
 
-    schedule: of the units as `graph` has them, a backward with its forward. method: that found it.
+    schedule: of the units in `graph`; a unit's backward counts with its forward. method: the name of the scheduler.
     """
 
     traced: Traced
@@ -55,14 +55,14 @@ class Placement:
 
     @cached_property
     def plan(self) -> DevicePlan:
-        """Units of nodes in the order of their start."""
+        """Units of nodes, in the order of their start."""
         order = self.schedule.order
         units = (tuple(self.names[op] for op in self.graph.units[unit]) for unit in order)
         return DevicePlan(tuple(units), tuple(self.schedule.homes[unit] for unit in order))
 
     @cached_property
     def routes(self) -> DeviceRoutes:
-        """What crosses between ranks."""
+        """The tensors that travel between ranks."""
         return DeviceRoutes(self.traced, self.profile, self.plan, self.machine.num_ranks, self.training)
 
     @property
@@ -73,18 +73,18 @@ class Placement:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated step, with the cores that ranks share and the ports that messages share."""
+        """The simulated step, in which ranks share cores and messages share ports."""
         machine = replace(self.machine, rates=rates())
         return simulate(self.routes.graph(machine.network), machine)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, simulated."""
+        """Simulated seconds of a step."""
         return self.timeline.makespan_s
 
     @property
     def alone_s(self) -> float:
-        """Seconds of a step on one rank of speed 1 that holds all of the model."""
+        """Seconds of a step on one rank of speed 1 that holds the whole model."""
         return sum(map(sum, self.profile.seconds.values()))
 
     def apply(
@@ -92,15 +92,16 @@ class Placement:
         group: dist.ProcessGroup | DeviceMesh | Sequence[int] | None = None,
         *, timeout_s: float = DEFAULT_TIMEOUT_S, checked: bool = False, announce: bool = True,
     ) -> Placed:  # fmt: skip
-        """Leave each rank its part of the model, and of the optimizer; a collective over the ranks of one copy.
+        """Leave each rank its part of the model, and of the optimizer. A collective over the ranks of one copy.
 
-        The model object stays the same, and is called as before: by all ranks of the group at once, with the same
-        inputs. All of them have its output. Ranks may have measured different plans: that of the first one counts.
+        The model object stays the same. Call it as before, on all ranks of the group at once, with the same inputs; all
+        of them get its output. If ranks measured different plans, the first rank's is used.
 
         Args:
-            optimizer: over the model's parameters; None: of a placement that does not train.
+            optimizer: over the model's parameters; None: for a placement without training.
             group: as many ranks as the machine has; None: all. Ranks of other copies have groups of their own.
-            timeout_s: how long one message may take. checked: each message has a header and a checksum.
+            timeout_s: how long one message may take, in seconds.
+            checked: put a header and a checksum in front of every message.
             announce: the first rank prints to stderr what was asked for and what is in effect.
 
         Raises ConfigError for a group of another size, and for ranks with different models.
@@ -146,23 +147,23 @@ def place(
 ) -> Placement:
     """Decide which rank computes which part of a model, by list scheduling with limited memory.
 
-    The forward is traced by torch.fx and placed; the backward of a node runs where its forward did, and in the opposite
-    order. A node takes the seconds of both, a message those of the activation and of its gradient. Nodes that use the
-    same weight share a rank. Of each rank's memory 13% stays free.
+    The forward is traced by torch.fx and placed. The backward of a node runs on the same rank, in the opposite order. A
+    node's time is that of forward and backward; a message's time is that of the activation and its gradient. Nodes that
+    use the same weight share a rank. 13% of each rank's memory stays free.
 
-    If one rank has room for all and is faster alone, m-etf and m-sct leave all to it.
+    If one rank has room for the whole model and is faster alone, m-etf and m-sct place the model there.
 
     Args:
-        model: any whose forward torch.fx can follow; whole, on this process's device.
-        inputs: of one call, by place or by name. Plans are for these shapes.
+        model: any model whose forward torch.fx can trace; whole, on this process's device.
+        inputs: of one call, by position or by name. The plan is for these shapes.
         machine: its ranks hold one copy of the model; see `thinwire.calibrate`.
         method: "m-sct" (needs scipy), "m-etf" or "m-topo".
-        leaves: modules that are placed whole, by name or class, beside those of torch.nn.
-        seconds: (forward, backward) of each node, on a rank of speed 1; None: measured here, in 20 rounds.
-        states: tensors that the optimizer keeps of each weight, of the weight's type; AdamW has two.
-        training: whether a backward follows; without one activations are freed when they were used.
+        leaves: modules to be placed whole, by name or class, besides those of torch.nn.
+        seconds: (forward, backward) of each node on a rank of speed 1; None: measured here, in 20 rounds.
+        states: tensors that the optimizer keeps for each weight, in the weight's dtype; AdamW has two.
+        training: whether a backward follows; if not, activations are freed after use.
 
-    Raises ConfigError for a method that is none, a model that can't be traced, and memory that nothing fits.
+    Raises ConfigError for an unknown method, a model that can't be traced, and memory that is too small.
     Source: "Baechi: Fast Device Placement of Machine Learning Graphs" (SoCC 2020).
     """
     if method not in METHODS:
@@ -193,7 +194,7 @@ def place(
 
 
 def devices_of(machine: Machine, *, training: bool) -> Devices:
-    """The ranks of a machine as devices. In training, a message takes the time of its gradient's way back too."""
+    """The ranks of a machine as devices. In training, a message also takes the time of its gradient's way back."""
     times, net = 2 if training else 1, machine.network
     network = replace(
         net, rates=tuple(tuple(rate / times for rate in row) for row in net.rates),
@@ -205,9 +206,9 @@ def devices_of(machine: Machine, *, training: bool) -> Devices:
 def graph_of(traced: Traced, found: Profile, *, states: int, training: bool) -> tuple[OpGraph, tuple[str, ...]]:
     """The nodes that compute, as operations, and their names.
 
-    A weight counts with its gradient and the optimizer's states, at the first node that reads it; nodes that read the
-    same one are a group. What a backward needs counts as permanent. While a backward runs it holds the gradients of its
-    node's output and inputs, a forward its temporary tensors: the larger of the two counts.
+    A weight counts, with its gradient and the optimizer's states, at the first node that reads it. Nodes that read the
+    same weight form a group. Tensors saved for the backward count as permanent. A running backward holds the gradients
+    of its node's output and inputs, a running forward its temporary tensors: the larger of the two counts.
     """
     nodes = [node for node in traced.nodes if node.name not in found.constants]
     number = {node.name: each for each, node in enumerate(nodes)}
@@ -236,7 +237,7 @@ def _num_bytes(size: Size) -> int:
 
 
 def _joined_groups(readers: Iterable[Sequence[int]], num: int) -> tuple[frozenset[int], ...]:
-    """Nodes that read the same weight, directly or by way of others."""
+    """Groups of nodes that read the same weight, directly or through other nodes."""
     sets = Sets(num)
     for own in readers:
         for each in own:
@@ -245,7 +246,7 @@ def _joined_groups(readers: Iterable[Sequence[int]], num: int) -> tuple[frozense
 
 
 def _with_several(graph: OpGraph, traced: Traced, found: Profile, names: Sequence[str]) -> FusedGraph:
-    """Units in which a node that gives several tensors runs with those that take them: only tensors travel."""
+    """Units in which a node with several output tensors runs with the nodes that take them: only tensors travel."""
     several = [number for number, name in enumerate(names) if found.sizes[name].shape is None]
     pairs = [(i, j) for i, j in graph.edges if i in set(several)]
     base = fused(graph, pairs)
@@ -264,7 +265,7 @@ def _with_several(graph: OpGraph, traced: Traced, found: Profile, names: Sequenc
 
 
 def on_ranks(schedule: DeviceSchedule) -> DeviceSchedule:
-    """The schedule with its devices on other ranks, where links or speeds differ and that makes it shorter."""
+    """The same schedule with its devices assigned to other ranks, if links or speeds differ and it gets shorter."""
     graph, devices = schedule.graph, schedule.devices
     links = {(devices.network.rates[a][b], devices.network.delays_s[a][b]) for a, b in devices.network.pairs}
     if len(links) <= 1 and len(set(devices.speeds)) <= 1:
@@ -290,8 +291,10 @@ def on_ranks(schedule: DeviceSchedule) -> DeviceSchedule:
 
 
 def _on_one(schedule: DeviceSchedule) -> Iterator[DeviceSchedule]:
-    """All of it on the fastest rank, if memory holds that: earliest-first schedulers spread what needs no message yet,
-    and on slow links pay for it later."""
+    """The schedule with everything on the fastest rank, if its memory is large enough.
+
+    Earliest-first schedulers spread operations that need no message yet, which costs time later on slow links.
+    """
     devices = schedule.devices
     home = max(range(devices.num), key=devices.speed)
     alone = replay(schedule.graph, devices, [home] * len(schedule.homes))

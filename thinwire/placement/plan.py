@@ -1,4 +1,4 @@
-"""A placement as the ranks follow it: units in one order, values that cross between them, and the step as a graph."""
+"""A placement in the form that ranks follow: ordered units, tensors that travel between them, the step as a graph."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Which rank runs what, in which order. units: names of nodes that run one after the other, in the order of all
-    ranks, in which each rank runs its own; the backward goes through them the other way. homes: the rank of each."""
+    """Which rank runs which units, in which order.
+
+    units: names of nodes that run one after the other, in one order for all ranks. Each rank runs its own units in that
+    order, and their backwards in the opposite order. homes: the rank of each unit.
+    """
 
     units: tuple[tuple[str, ...], ...]
     homes: tuple[int, ...]
 
     def encoded(self, names: Sequence[str]) -> torch.Tensor:
-        """int64 [2, nodes]: the unit and the rank of each node."""
+        """The unit and the rank of each node, int64 [2, nodes]."""
         unit_of = {name: number for number, unit in enumerate(self.units) for name in unit}
         return torch.tensor([[unit_of[name] for name in names], [self.homes[unit_of[name]] for name in names]])
 
     @classmethod
     def decoded(cls, numbers: torch.Tensor, names: Sequence[str]) -> DevicePlan:
-        """The plan that `encoded` gave."""
+        """The plan from the result of `encoded`."""
         units: dict[int, list[str]] = defaultdict(list)
         homes: dict[int, int] = {}
         for name, unit, home in zip(names, *numbers.tolist(), strict=True):
@@ -45,8 +48,8 @@ class DevicePlan:
 class CrossingTensor:
     """A tensor that other units take, or that the model returns.
 
-    takers: the units that take it, in the plan's order. targets: the ranks that it is sent to, each once. senders: the
-    ranks that send a gradient back, the sum of their units' ones.
+    takers: the units that take it, in the plan's order. targets: the ranks it is sent to, each once. senders: the ranks
+    that send a gradient back, each the sum over its units.
     """
 
     number: int
@@ -68,7 +71,10 @@ class CrossingTensor:
 
 @dataclass(frozen=True)
 class DeviceRoutes:
-    """What crosses between the units of a plan. num_ranks: that hold a copy. training: whether a backward follows."""
+    """The tensors that travel between the units of a plan. num_ranks: of one copy.
+
+    training: whether a backward follows.
+    """
 
     traced: Traced
     profile: Profile
@@ -89,7 +95,7 @@ class DeviceRoutes:
 
     @cached_property
     def crossings(self) -> list[CrossingTensor]:
-        """All of them, by the plan's order of what makes them."""
+        """All tensors that travel, in the plan's order of the units that make them."""
         found, named = list[CrossingTensor](), self.traced.named
         for unit, names in enumerate(self.plan.units):
             home = self.plan.homes[unit]
@@ -114,7 +120,7 @@ class DeviceRoutes:
 
     @cached_property
     def inputs(self) -> list[list[CrossingTensor]]:
-        """What each unit takes from others."""
+        """For each unit, the tensors that it takes from others."""
         found: list[list[CrossingTensor]] = [[] for _ in self.plan.units]
         for crossing in self.crossings:
             for taker in crossing.takers:
@@ -123,14 +129,17 @@ class DeviceRoutes:
 
     @cached_property
     def outputs(self) -> list[list[CrossingTensor]]:
-        """What each unit gives to others."""
+        """For each unit, the tensors that it gives to others."""
         found: list[list[CrossingTensor]] = [[] for _ in self.plan.units]
         for crossing in self.crossings:
             found[crossing.unit].append(crossing)
         return found
 
     def arrivals(self, rank: int) -> list[CrossingTensor]:
-        """What a rank is sent in a forward, in the order in which it needs it; outputs that it does not need last."""
+        """The tensors that a rank receives in a forward, in the order in which it needs them.
+
+        Outputs that it doesn't need last.
+        """
         needed = [
             crossing
             for unit, home in enumerate(self.plan.homes)
@@ -142,7 +151,7 @@ class DeviceRoutes:
         return list({crossing.number: crossing for crossing in [*needed, *shown]}.values())
 
     def returns(self, rank: int) -> list[tuple[CrossingTensor, int]]:
-        """The gradients that a rank is sent in a backward, with their senders, in the order in which it needs them."""
+        """The gradients that a rank receives in a backward, with their senders, in the order in which it needs them."""
         own = [unit for unit, home in enumerate(self.plan.homes) if home == rank]
         return [
             (crossing, sender)
@@ -152,7 +161,7 @@ class DeviceRoutes:
         ]
 
     def gives_back(self, unit: int) -> list[CrossingTensor]:
-        """The inputs of a unit whose gradient its rank can send once the unit's backward has run."""
+        """The inputs of a unit whose gradients its rank can send after the unit's backward."""
         home = self.plan.homes[unit]
         return [
             crossing
@@ -162,17 +171,17 @@ class DeviceRoutes:
         ]
 
     def sent_bytes(self, rank: int) -> int:
-        """Payload of a rank's messages in a step."""
+        """Payload bytes of a rank's messages in a step."""
         given = sum(len(one.targets) * one.num_bytes for one in self.crossings if one.home == rank)
         return given + sum(one.num_bytes for one in self.crossings if rank in one.senders)
 
     def graph(self, network: Network) -> StepGraph:
-        """The step; its work is seconds on a rank of speed 1, of the kinds "forward" and "backward"."""
+        """The step as a graph. Its work is in seconds on a rank of speed 1, of the kinds "forward" and "backward"."""
         return _Drawn(self, network).graph()
 
 
 class _Drawn:
-    """A step's graph in the making."""
+    """A step's graph under construction."""
 
     def __init__(self, routes: DeviceRoutes, network: Network) -> None:
         self.routes, self.network = routes, network
@@ -211,5 +220,5 @@ class _Drawn:
 
 
 def rates() -> Mapping[str, float]:
-    """Of the kinds of work of a step's graph: seconds in a second."""
+    """The rates of the kinds of work in a step's graph: seconds per second."""
     return {FORWARD: 1.0, BACKWARD: 1.0}

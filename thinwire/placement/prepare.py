@@ -1,4 +1,4 @@
-"""Before a graph is placed: neighbours that must not be apart become one operation."""
+"""Joins neighbouring operations that should stay together, before a graph is placed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Scheduler = Callable[[OpGraph, Devices], DeviceSchedule]
 
 
 class Sets:
-    """Disjoint sets of numbers; each is called by its least member."""
+    """Disjoint sets of numbers; the smallest member identifies a set."""
 
     def __init__(self, num: int) -> None:
         self._parent = list(range(num))
@@ -37,16 +37,16 @@ class Sets:
 
 @dataclass(frozen=True)
 class FusedGraph:
-    """A graph of units. units: the operations of the original graph that each of them runs, in their order."""
+    """A graph of units. units: for each, the operations of the original graph that it runs, in order."""
 
     graph: OpGraph
     units: tuple[tuple[int, ...], ...]
 
 
 def co_adjacent(graph: OpGraph, devices: Devices) -> OpGraph:
-    """The graph with larger groups: an operation joins that of its only consumer if a message takes longer than it.
+    """The graph with larger groups: an operation joins its only consumer if the message would take longer than it.
 
-    A group grows no larger than a device's memory. Source: "Baechi" (SoCC 2020), section 4.
+    A group never exceeds a device's memory. Source: "Baechi" (SoCC 2020), section 4.
     """
     sets, room = Sets(len(graph.ops)), dict(graph.reserved)
     need = {min(op for op, own in enumerate(graph.group_of) if own == number): room[number] for number in room}
@@ -71,11 +71,11 @@ def co_adjacent(graph: OpGraph, devices: Devices) -> OpGraph:
 
 
 def fused(graph: OpGraph, pairs: Iterable[tuple[int, int]]) -> FusedGraph:
-    """The graph in which these pairs of neighbours are one operation each, as far as that makes no cycle.
+    """The graph in which these pairs of neighbours are fused, as far as that makes no cycle.
 
-    A pair may be joined if no other path leads from the first to the second. A unit takes its operations' seconds one
-    after the other, and makes the values that others take; values inside it count as permanent if the graph keeps
-    values, else as temporary.
+    A pair can be fused if no other path leads from the first to the second. A unit takes the sum of its operations'
+    seconds, and makes the values that other units take. Values inside it count as permanent if the graph keeps values,
+    else as temporary.
     """
     sets = Sets(len(graph.ops))
     after: dict[int, set[int]] = defaultdict(set)
@@ -97,7 +97,7 @@ def fused(graph: OpGraph, pairs: Iterable[tuple[int, int]]) -> FusedGraph:
 
 
 def _leads_around(after: dict[int, set[int]], before: dict[int, set[int]], a: int, b: int) -> bool:
-    """Whether a path leads from a to b, or back, by way of others."""
+    """Whether a path leads from a to b, or back, through other operations."""
     for source, target in ((a, b), (b, a)):
         if after[source] <= {target} or before[target] <= {source}:
             continue
@@ -151,7 +151,7 @@ def _joined(graph: OpGraph, ops: tuple[int, ...], inside_bytes: float) -> Op:
 def scheduled(graph: OpGraph, devices: Devices, scheduler: Scheduler) -> tuple[FusedGraph, DeviceSchedule]:
     """The shorter of two schedules: of the graph with co-adjacent operations fused, and of the graph itself.
 
-    Fusing saves messages, and may put on one device what could run on two. Raises NoRoomError if neither fits.
+    Fusing saves messages, but may put on one device what could run on two. Raises NoRoomError if neither fits.
     """
     wider = co_adjacent(graph, devices)
     together = [(i, j) for i, j in wider.edges if wider.group_of[i] == wider.group_of[j]]
@@ -174,7 +174,7 @@ def scheduled(graph: OpGraph, devices: Devices, scheduler: Scheduler) -> tuple[F
 
 
 def least_memory(graph: OpGraph, devices: Devices, scheduler: Scheduler) -> float:
-    """Memory of a device with which a scheduler places a graph, within 2% of the least that bisection finds."""
+    """The memory per device that a scheduler needs to place a graph, found by bisection to within 2%."""
     # What one device needs to hold all, and what is known not to do.
     high = graph.total_bytes + sum(value.num_bytes for value in graph.values)
     high += max((op.temporary for op in graph.ops), default=0.0)

@@ -1,4 +1,4 @@
-"""What each node of a traced model costs: seconds of its forward and backward, bytes that it holds."""
+"""Measures each node of a traced model: seconds of its forward and backward, and bytes of memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ Seconds = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Size:
-    """What a node's result is and holds.
+    """The result of a node, and its memory.
 
-    shape, dtype: of a tensor; None: it gives several. needs_grad: whether it has a gradient. new_bytes: memory that it
-    has not in common with what was there before; a view has none. saved_bytes: more that a backward needs.
-    temporary_bytes: more that it takes while it runs.
+    Attributes:
+        shape, dtype: of a tensor; None: the node returns several.
+        needs_grad: whether it has a gradient.
+        new_bytes: memory that it does not share with earlier tensors; 0 for a view.
+        saved_bytes: additional memory that a backward needs.
+        temporary_bytes: additional memory while it runs.
     """
 
     shape: torch.Size | None
@@ -39,7 +42,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Profile:
-    """What nodes cost. constants: values of the nodes that follow from shapes alone; they are computed no more."""
+    """The costs of nodes. constants: values of nodes that depend on shapes alone, and are not computed again."""
 
     sizes: Mapping[str, Size]
     seconds: Seconds
@@ -56,7 +59,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def mapped(value: Any, function: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor) -> Any:
-    """The value, with `function` of each part of a kind in its place."""
+    """The value, with `function` applied to each part of type `kind`."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):
@@ -68,14 +71,14 @@ def mapped(value: Any, function: Callable[[Any], Any], kind: type | tuple[type, 
 
 
 class _Storages:
-    """Memory that has been seen; it is held, so that no other takes the place of what is gone."""
+    """Storages that have been seen. They are kept alive, so that their addresses are not used again."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._seen: dict[int, torch.UntypedStorage] = {}
         self.new_bytes(tensors)
 
     def new_bytes(self, tensors: Iterable[Tensor], *, keeps: bool = True) -> int:
-        """Bytes of the tensors' memory that has not been seen before; not keeps: nor is it by this."""
+        """Bytes of the tensors' storages that were not seen before. keeps: mark them as seen."""
         storages = {storage.data_ptr(): storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
         new = {address: storage for address, storage in storages.items() if address not in self._seen}
         if keeps:
@@ -84,7 +87,7 @@ class _Storages:
 
 
 class _Made(_compat.DispatchMode):
-    """Notes the tensors that operations make."""
+    """Records the tensors that operations make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +102,7 @@ class _Made(_compat.DispatchMode):
 
 
 class _Rounds:
-    """Runs a traced model node by node; each node's inputs are cut off from what made them."""
+    """Runs a traced model node by node; each node's inputs are detached."""
 
     def __init__(self, traced: Traced, inputs: Mapping[fx.Node, Any]) -> None:
         self.traced = traced
@@ -107,7 +110,7 @@ class _Rounds:
         self.needs_grad: dict[fx.Node, bool] = dict.fromkeys(inputs, False)
 
     def cut(self, node: fx.Node) -> Callable[[fx.Node], Any]:
-        """The inputs of a node, with gradients of their own."""
+        """The inputs of a node, detached, with gradients of their own."""
 
         def leaf(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
@@ -124,10 +127,10 @@ def profile(
     traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], *, seconds: Seconds | None = None,
     training: bool = True, num_rounds: int = NUM_ROUNDS,
 ) -> Profile:  # fmt: skip
-    """Sizes by one pass, and seconds as the median of `num_rounds` passes, after two that warm up.
+    """Sizes from one pass, and seconds as the median of `num_rounds` passes, after two passes to warm up.
 
-    seconds: stated ones, by the name of a node; then nothing is timed. Buffers and the state of random numbers are as
-    before. Raises ConfigError for a number that depends on values, and for stated seconds that lack a node.
+    seconds: known times, by the name of a node; nothing is timed then. Buffers and random states are restored. Raises
+    ConfigError for a Python number that depends on a tensor's values, and for `seconds` that lack a node.
     """
     inputs = traced.bind(args, kwargs)
     devices = [parameter.device for parameter in traced.model.parameters() if parameter.is_cuda]

@@ -1,4 +1,4 @@
-"""Runs a placed model: each rank its units in the plan's order, and what crosses between them as messages."""
+"""Runs a placed model: each rank runs its units in the plan's order, and tensors between them travel as messages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ IDLE = "idle"
 class Placed:
     """A model of which each rank of a group holds a part; made by `Placement.apply`.
 
-    model: the given object; it holds the weights of this rank's part, by their names in the whole. Called by all ranks
-    of the group at once, with the same inputs, it gives the output of the whole model to all of them, and
+    Call it on all ranks of the group at once, with the same inputs. All ranks get the output of the whole model.
     `backward` on a loss of it leaves each rank the gradients of its weights, equal to those of one process up to
-    rounding. Random numbers, such as those of dropout, are each rank's own.
+    rounding. Random numbers, such as those of dropout, differ between ranks.
 
-    rank: in the group. routes: what crosses. meter: counts messages as placement_forward and placement_backward.
-    spans: the units that this rank ran in the last forward and backward, as (direction, unit, begin, end) in seconds.
+    Attributes:
+        model: the given object; it holds the weights of this rank's part, under their original names.
+        rank: in the group.
+        routes: the tensors that travel.
+        meter: counts messages as placement_forward and placement_backward.
+        spans: the units that this rank ran in the last forward and backward, as (direction, unit, begin, end) in
+            seconds.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class Placed:
         group: dist.ProcessGroup | DeviceMesh | Sequence[int] | None, *, timeout_s: float, checked: bool,
         announce: bool,
     ) -> None:  # fmt: skip
-        """own: the routes that this rank has planned. describe: gives the placement's rows of the start-up table."""
+        """own: the routes that this rank has planned. describe: returns the placement's rows of the start-up table."""
         traced, num = own.traced, own.num_ranks
         ranks = ranks_of(group) if dist.is_initialized() else [0]
         if len(ranks) != num:
@@ -66,10 +70,10 @@ class Placed:
             announce_table([*describe(), *self._notes(plan == own.plan)])
 
     def axis(self, mesh: DeviceMesh, data: str = "data") -> Axis:
-        """For `thinwire.zero(model, optimizer, method, axis=...)`: copies average along `data`, and ranks agree.
+        """The axis for `thinwire.zero(model, optimizer, method, axis=...)`: copies average along `data`.
 
-        The norm that clips is then that of the whole model, and a step that is not finite is skipped on all ranks.
-        mesh: of all ranks of all copies. Raises ConfigError for a mesh without that dimension.
+        The gradient norm is then that of the whole model, and all ranks skip a step that is not finite. mesh: of all
+        ranks of all copies. Raises ConfigError for a mesh without the dimension `data`.
         """
         names = tuple(mesh.mesh_dim_names or ())
         if data not in names or mesh.ndim != 2:
@@ -81,7 +85,7 @@ class Placed:
         self.mailbox.close()
 
     def _common_plan(self, comm: Communicator, own: DeviceRoutes) -> DevicePlan:
-        """The first rank's; raises ConfigError for a rank with another model or other inputs."""
+        """The first rank's plan. Raises ConfigError for a rank with another model or other inputs."""
         names = [name for name in own.traced.named if name not in own.profile.constants]
         nodes = own.traced.named
         told = [(name, nodes[name].op, str(nodes[name].target), own.profile.sizes[name].shape) for name in names]
@@ -96,7 +100,7 @@ class Placed:
         return DevicePlan.decoded(plans.view(comm.world_size, 2, -1)[0], names)
 
     def _take_part(self, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
-        """Drop what other ranks have. Return this rank's weights that are trained."""
+        """Drop the parts that other ranks have. Return this rank's trained weights."""
         routes, homes = self.routes, dict[int, int]()
         for unit, home in zip(routes.plan.units, routes.plan.homes, strict=True):
             for name in unit:
@@ -138,7 +142,7 @@ class Placed:
 
 
 class _Whole(torch.autograd.Function):
-    """The whole model as one function of this rank's weights: its outputs, and the gradients of the weights."""
+    """The whole model as one autograd function of this rank's weights: its outputs, and the weights' gradients."""
 
     @staticmethod
     def forward(ctx: Any, step: PlacedStep, *weights: nn.Parameter) -> tuple[Tensor, ...]:
@@ -157,8 +161,9 @@ class _Whole(torch.autograd.Function):
 class PlacedStep:
     """One forward of a placed model, and its backward.
 
-    Each unit is differentiated by itself: its inputs are cut off from what made them, as those that arrive are. The
-    gradients of a value are summed in the order of the units that took it, here first, then by the rank that sent them.
+    Each unit is differentiated by itself: its inputs are detached, whether they arrived or were made here. The
+    gradients of
+    a value are summed in the order of the units that took it: first this rank's, then those of other ranks in order.
     """
 
     def __init__(self, placed: Placed, inputs: dict[fx.Node, Any]) -> None:
@@ -173,7 +178,7 @@ class PlacedStep:
         self._of_weights: dict[int, Tensor] = {}
 
     def forward(self, *, keeps_graph: bool) -> tuple[Tensor, ...]:
-        """The model's outputs, without a graph; a collective over the group."""
+        """The model's outputs, detached. A collective over the group."""
         placed, arrivals = self.placed, self.routes.arrivals(self.placed.rank)
         self.mailbox.begin([Expected(_label(FORWARD, one), one.home, one.num_bytes) for one in arrivals])
         placed.spans.clear()
@@ -196,7 +201,7 @@ class PlacedStep:
         return found
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of this rank's weights; a collective over the group. gradients: of the outputs."""
+        """The gradients of this rank's weights. gradients: of the outputs. A collective over the group."""
         routes, rank = self.routes, self.placed.rank
         given = dict(zip(routes.output_nodes, gradients, strict=True))
         for crossing in (one for one in routes.crossings if one.is_output and one.home == rank):
@@ -227,7 +232,7 @@ class PlacedStep:
         return packet.view(crossing.dtype).view(crossing.shape).to(self.placed._device)
 
     def _run(self, unit: int, keeps_graph: bool) -> list[Tensor]:
-        """A unit's outputs without their graph, which is kept if a backward follows."""
+        """A unit's outputs, detached. Their graph is kept if a backward follows."""
         routes = self.routes
         leaves: dict[int, Tensor] = {}
         values: dict[fx.Node, Any] = dict(self.inputs)
@@ -277,7 +282,7 @@ class PlacedStep:
 
 
 def _label(direction: str, crossing: CrossingTensor, sender: int = 0) -> Label:
-    """A gradient comes from several ranks, each of which has tags of its own."""
+    """The label of a message. A gradient comes from several ranks, each of which has its own labels."""
     return Label(direction, crossing.number, sender)
 
 
@@ -296,7 +301,7 @@ def _check(crossing: CrossingTensor, output: Any) -> None:
 
 
 def keep_alone(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Leave an optimizer the parameters that the model still has, and their state."""
+    """Leave in an optimizer only the parameters that the model still has, and their state."""
     kept = {id(param) for param in model.parameters()}
     for group in optimizer.param_groups:
         for param in (param for param in group["params"] if id(param) not in kept):

@@ -1,4 +1,4 @@
-"""m-SCT: a device that has just run an operation waits for its favourite child."""
+"""m-SCT: a device that has run an operation waits for its favourite child."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def relaxed(graph: OpGraph, devices: Devices) -> tuple[dict[tuple[int, int], flo
         minimise w   subject to   s_i + p_i + c_ij x_ij <= s_j   for each edge
                                   sum_j x_ij >= outdeg(i) - 1,   sum_i x_ij >= indeg(j) - 1,   s_i + p_i <= w
 
-    x_ij is 0 where j runs on the device of i, without a message. Where c is at most p, w is a lower bound of all
-    schedules. Edges inside a group cost nothing and have no x. Raises ConfigError without scipy.
+    x_ij is 0 if j runs on the device of i, without a message. If c is at most p, w is a lower bound of all schedules.
+    Edges inside a group cost nothing and have no x. Raises ConfigError without scipy.
     Source: Hanen and Munier, "An approximation algorithm for scheduling dependent tasks on m processors with small
     communication delays" (1995); "Baechi" (SoCC 2020), section 3.3.
     """
@@ -69,10 +69,10 @@ def relaxed(graph: OpGraph, devices: Devices) -> tuple[dict[tuple[int, int], flo
 
 
 def favourites(graph: OpGraph, devices: Devices) -> dict[int, int]:
-    """The favourite child of each operation that has one; no two have the same.
+    """The favourite child of each operation that has one; no two operations have the same.
 
-    Edges with x below 0.5 are favourites. Rounding may leave an operation two, or make it that of two: the edge with
-    the least x counts, then the one with the most seconds, then the first.
+    Edges with x below 0.5 are favourites. Rounding may give an operation two favourites, or two operations the same.
+    The edge with the smallest x then counts; ties go to the one with the most seconds, then to the first.
     """
     x, _ = relaxed(graph, devices)
     below = [edge for edge, value in x.items() if value < 0.5]
@@ -88,7 +88,7 @@ def favourites(graph: OpGraph, devices: Devices) -> dict[int, int]:
 
 
 class SmallCommunication(EarliestFirst):
-    """One run of m-SCT. A device is awake while it waits for the favourite child of what it ran last."""
+    """One run of m-SCT. A device is awake while it waits for the favourite child of its last operation."""
 
     def __init__(self, graph: OpGraph, devices: Devices) -> None:
         super().__init__(graph, devices)
@@ -110,8 +110,11 @@ class SmallCommunication(EarliestFirst):
             self._last[home] = op
 
     def _awaits(self, device: int) -> int | None:
-        """The favourite child that a device waits for: the ends of all of its parents are known, there is room for
-        it, and nowhere could it start earlier."""
+        """The favourite child that a device waits for, or None.
+
+        A device waits if the ends of all the child's parents are known, it has memory for the child, and the child
+        could start nowhere earlier.
+        """
         last = self._last[device]
         child = self.favourite.get(last) if last is not None else None
         if child is None or self.board.homes[child] is not None:
@@ -123,7 +126,10 @@ class SmallCommunication(EarliestFirst):
         return child if starts[device] <= min(starts) else None
 
     def may_s(self, op: int, device: int) -> float:
-        """On an awake device only the awaited operation, and urgent ones: they could start on any device by now."""
+        """When an operation may start. On an awake device only the awaited one may, and urgent ones.
+
+        An operation is urgent if it could start on any device by now.
+        """
         if self._awaited[device] in (None, op):
             return self.now_s
         return max(self.board.ready_s(op, each) for each in range(self.devices.num))
@@ -132,9 +138,8 @@ class SmallCommunication(EarliestFirst):
 def m_sct(graph: OpGraph, devices: Devices) -> DeviceSchedule:
     """Small communication times, with memory: m-ETF, in which devices wait for favourite children.
 
-    With unlimited devices, no limit of memory, and messages that take at most rho times the shortest operation, rho at
-    most 1, a schedule is at most (2 + 2 rho) / (2 + rho) times as long as the best. Raises NoRoomError, and ConfigError
-    without scipy.
+    With unlimited devices and memory, and messages that take at most rho times the shortest operation, rho at most 1, a
+    schedule takes at most (2 + 2 rho) / (2 + rho) times the optimum. Raises NoRoomError, and ConfigError without scipy.
     Source: "Baechi" (SoCC 2020), section 3.3.
     """
     return SmallCommunication(graph, devices).run()

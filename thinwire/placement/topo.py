@@ -1,4 +1,4 @@
-"""m-TOPO: operations in their order fill one device after the other."""
+"""m-TOPO: operations in topological order fill one device after the other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from thinwire.placement.graph import Devices, OpGraph
 
 
 def m_topo(graph: OpGraph, devices: Devices) -> DeviceSchedule:
-    """Fill device after device with operations in topological order, each up to the same share and to its memory.
+    """Fill device after device with operations in topological order, each up to an equal share and to its memory.
 
-    The share is total / n + the largest group, of the bytes that groups need to the end. An operation whose group has a
-    device goes there. Nothing is known of seconds, so this is a baseline. Raises NoRoomError for what does not fit so.
+    The share is total / n + the largest group, in bytes that groups need until the end. An operation whose group has a
+    device goes there. It ignores seconds, so it is a baseline. Raises NoRoomError if operations don't fit this way.
     Source: "Baechi" (SoCC 2020), section 3.1.
     """
     share = graph.total_bytes / devices.num + max(graph.reserved.values(), default=0.0)

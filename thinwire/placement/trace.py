@@ -1,4 +1,4 @@
-"""A model as a graph of torch.fx, whose nodes are modules and functions, and the values between them."""
+"""Traces a model with torch.fx: nodes are modules and functions, edges are the values between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMPUTE = ("call_module", "call_function", "call_method", "get_attr")
 
 
 class _Tracer(fx.Tracer):
-    """Modules of torch.nn, and those that are stated, are one node each. path: of the modules being traced."""
+    """A tracer for which modules of torch.nn, and the stated ones, are one node each. path: modules being traced."""
 
     def __init__(self, leaves: Collection[Leaf]) -> None:
         super().__init__()
@@ -56,12 +56,16 @@ class _Tracer(fx.Tracer):
 
 @dataclass(frozen=True)
 class Traced:
-    """A model's forward as nodes in their order.
+    """A model's forward as nodes in order.
 
-    signature: of its forward. fixed: arguments that are no tensors, by name; the graph holds for these values alone.
-    sources: the placeholder of each argument. nodes: that compute. output: what the model returns, with nodes in it.
-    changed: nodes that no longer write into their input. mode: of training, if a function was told of it when it was
-    traced; None: modules know it by themselves.
+    Attributes:
+        signature: of the forward.
+        fixed: arguments that are not tensors, by name. The graph holds only for these values.
+        sources: the placeholder of each argument.
+        nodes: those that compute.
+        output: what the model returns, with nodes in it.
+        changed: nodes that no longer write into their input.
+        mode: training or not, if a function received it while tracing; None: only modules depend on it.
     """
 
     model: nn.Module
@@ -78,7 +82,7 @@ class Traced:
         return {node.name: node for node in self.nodes}
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
-        """The arguments of a call, by placeholder. Raises ConfigError for other fixed ones than the graph's."""
+        """The arguments of a call, by placeholder. Raises ConfigError if fixed arguments differ from the graph's."""
         if self.mode is not None and self.mode != self.model.training:
             now, then = ("training" if mode else "evaluation" for mode in (self.model.training, self.mode))
             raise ConfigError(
@@ -94,7 +98,7 @@ class Traced:
         return {node: bound.arguments[name] for name, node in self.sources.items()}
 
     def call(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
-        """What a node computes from its inputs' values."""
+        """A node's result for its inputs' values."""
         if node.op == "get_attr":
             return operator.attrgetter(str(node.target))(self.model)
         args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
@@ -117,11 +121,12 @@ class Traced:
 
 
 def trace(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any], leaves: Collection[Leaf] = ()) -> Traced:
-    """Follow a model's forward.
+    """Trace a model's forward.
 
-    inputs: of one call, by place or by name; what is left out keeps its default. Arguments that are no tensors are
-    fixed. leaves: modules that stay one node, by name or class, beside those of torch.nn.
-    Raises ConfigError that names a module that can't be traced, or a node that can't be planned.
+    inputs: of one call, by position or by name; omitted ones keep their defaults. Arguments that are not tensors are
+    fixed.
+    leaves: modules that stay one node, by name or class, besides those of torch.nn. Raises ConfigError that names a
+    module that can't be traced, or a node that can't be planned.
     """
     _check_leaves(model, leaves)
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
@@ -171,7 +176,7 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _out_of_place(model: nn.Module, node: fx.Node, graph: fx.Graph) -> bool:
-    """Tell a node not to write into its input; whether it would have. Raises ConfigError for one that can't be told."""
+    """Make a node not write into its input. Return whether it would have. Raises ConfigError if that is impossible."""
     module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
     is_told = node.kwargs.get("inplace", False) is True or getattr(module, "inplace", False) is True
     name = str(node.target)
@@ -227,7 +232,7 @@ def _untraceable(model: nn.Module, path: Sequence[str], error: Exception) -> str
 
 
 def is_of_shapes(node: fx.Node) -> bool:
-    """Whether a node asks a tensor for something that does not depend on its values."""
+    """Whether a node reads a property of a tensor that does not depend on its values."""
     if node.op == "call_method":
         return str(node.target) in SHAPE_METHODS
     if node.target is getattr:

@@ -1,4 +1,4 @@
-"""The ways in which a model can be trained on some machines: one list, for all who choose."""
+"""Lists the ways to train a model on some machines, for all code that chooses between them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ LARGEST_MICRO_BATCH = 32
 class Candidate:
     """One way to train.
 
-    replicas: ranks that share the work of each stage by `strategy`. micro_batch: its sequences; num_micro_batches: of
-    one pipeline in a step.
+    Attributes:
+        replicas: number of ranks that share the work of each stage by `strategy`.
+        micro_batch: number of its sequences.
+        num_micro_batches: of one pipeline in a step.
     """
 
     strategy: str
@@ -41,13 +43,13 @@ class Candidate:
 
     @property
     def options(self) -> dict[str, str]:
-        """The pipeline's options that were searched; none where there is no pipeline."""
+        """The pipeline's options that were searched; empty without a pipeline."""
         searched = ("plan", "forward", "backward", "recompute") if self.stages > 1 else ()
         return {name: getattr(self.pipeline, name) for name in searched}
 
     @property
     def flags(self) -> str:
-        """What `thinwire train` is told."""
+        """The flags for `thinwire train`."""
         table = [f"--pipeline.{name} {value}" for name, value in self.options.items() if value != "never"]
         stages = [f"--stages {self.stages}"] if self.stages > 1 else []
         return " ".join([*stages, f"--micro-batch {self.micro_batch}", f"--strategy {self.strategy}", *table])
@@ -57,10 +59,10 @@ def candidates(
     num_ranks: int, num_layers: int, num_sequences: int, strategies: Sequence[str], stated: Mapping[str, Any],
     largest: int = LARGEST_MICRO_BATCH,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """All that train `num_sequences` in a step, those that change less of what is learned or kept before the others.
+    """All ways to train `num_sequences` in a step, sorted so that those that change less of the training come first.
 
-    stated: options of the pipeline that are not free. largest: micro-batch. Where one rank has a stage, no method sends
-    anything: the first strategy stands for all.
+    stated: options of the pipeline that are fixed. largest: largest micro-batch. With one rank per stage no method
+    sends anything, and the first strategy stands for all.
     """
     default = (Pipeline.forward, Pipeline.backward)
     codecs = [(EXACT, EXACT), default]

@@ -34,11 +34,13 @@ TIMED_LAYERS = 2
 
 
 def choose_stages(run: Run, device: Device, dtype: str | None) -> tuple[Run, list[Row]]:
-    """The run with the fastest that fits in place of `--stages auto`, the same on all ranks; and rows on it.
+    """The run with the fastest candidate that fits, in place of `--stages auto`, the same on all ranks.
 
-    Stages, micro-batch, order, borders and recomputing are searched as far as they are not stated. The strategy stays.
+    And rows about it.
+
+    Stages, micro-batch, order, borders and recomputation are searched unless they are stated. The strategy stays.
     dtype: the compute type, if this rank knows it. A collective over the default group. Raises ConfigError on all ranks
-    where nothing fits.
+    if nothing fits.
     """
     config = run.config
     if dist.get_rank() == 0:
@@ -62,7 +64,7 @@ def choose_stages(run: Run, device: Device, dtype: str | None) -> tuple[Run, lis
 
 
 def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> tuple[Grid, float]:
-    """What the slowest rank and the slowest links do in a second, and the bytes of the smallest memory; a collective.
+    """The rates of the slowest rank and the slowest links, and the smallest memory in bytes. A collective.
 
     All ranks compute at the same time, then all send at the same time, each to the next.
     """
@@ -84,7 +86,7 @@ def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> t
 
 
 def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, float | None]:
-    """Bytes per second of the slowest link between nodes, and inside one, None where there is none; closes `comm`."""
+    """Bytes per second of the slowest link between nodes and inside a node; None if there is none. Closes `comm`."""
     box = Mailbox(None, comm.topology, timeout_s=timeout_s)
     network, topology, size = measured_links(comm, box), comm.topology, comm.world_size
     box.close()
@@ -96,9 +98,9 @@ def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, f
 
 
 def choose_experts(run: Run) -> tuple[Run, list[Row]]:
-    """The run with the ranks that `--experts.parallel auto` takes, the same on all; and rows on it.
+    """The run with the number of ranks chosen for `--experts.parallel auto`, the same on all ranks; and rows about it.
 
-    A collective over the default group. Raises ConfigError on all ranks where no number of ranks can train.
+    A collective over the default group. Raises ConfigError on all ranks if no number of ranks can train.
     """
     config = run.config
     if dist.get_rank() == 0:
@@ -135,7 +137,10 @@ def choose_experts(run: Run) -> tuple[Run, list[Row]]:
 
 
 def searched(config: TrainConfig, model: Llama, grid: Grid, memory_bytes: float) -> tuple[dict[str, Any], list[Row]]:
-    """What the fastest candidate changes in the configuration, and rows on it. Raises ConfigError where none fits."""
+    """The changes of the configuration for the fastest candidate, and rows about it.
+
+    Raises ConfigError if none fits.
+    """
     batch = derive(config, config.num_shares)
     asked = ExplainConfig(
         strategy=config.strategy, nodes=grid.nodes, local_size=grid.local_size, model=config.model,
@@ -148,7 +153,7 @@ def searched(config: TrainConfig, model: Llama, grid: Grid, memory_bytes: float)
 
 
 def rows_on(result: Search, grid: Grid, memory_bytes: float) -> list[Row]:
-    """What was taken, how much slower other numbers of stages are, and by which measurements."""
+    """Rows about the choice, how much slower other numbers of stages are, and the measurements."""
     best, others = result.fastest[0], []
     for stages in sorted({priced.candidate.stages for priced in result.fastest} - {best.candidate.stages}):
         other = next(priced for priced in result.fastest if priced.candidate.stages == stages)

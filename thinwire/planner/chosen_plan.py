@@ -33,11 +33,11 @@ from thinwire.table import Row
 
 
 def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None, number: int) -> tuple[Run, list[Row]]:
-    """The run with what is fastest in place of `--strategy auto`, the same on all ranks; and rows on it.
+    """The run with the fastest plan in place of `--strategy auto`, the same on all ranks; and rows about it.
 
     Leaves machine.json and plan.json in the run directory. dtype: the compute type, if this rank knows it. number: of
     this worker on its machine. store: of all ranks, which have no process group yet. A collective over all ranks.
-    Raises ConfigError on all of them where nothing fits.
+    Raises ConfigError on all of them if nothing fits.
     """
     config, timeout = run.config, timedelta(seconds=run.config.timeout)
     own = dist.PrefixStore("thinwire/calibrate", store)
@@ -73,7 +73,7 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
 
 
 def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Machine:
-    """The ranks and links of a run, by the work that its candidates do; a collective over the default group."""
+    """The ranks and links of a run, measured with the work of its candidates. A collective over the default group."""
     if dist.get_rank() == 0:
         print(f"--strategy {config.strategy}: measuring ranks and links ...", flush=True)
     kind, _ = choose(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -90,7 +90,7 @@ def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Mach
 
 
 def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> TrainingPlan:
-    """The fastest of what is not stated. Raises ConfigError where nothing fits."""
+    """The fastest plan, with everything that is stated kept. Raises ConfigError if nothing fits."""
     stages = config.stages if isinstance(config.stages, int) else None
     return plan(
         model, machine, tokens_per_step=derive(config, config.world_size).tokens_per_step, seq_len=config.seq_len,
@@ -99,7 +99,7 @@ def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> 
 
 
 def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
-    """What a plan changes in the configuration."""
+    """The changes of the configuration for a plan."""
     values = found.values
     options = values.pop(PIPELINE, None)
     values.pop("local_size")
@@ -110,7 +110,7 @@ def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
 
 
 def rows_on(machine: Machine, spent: str, config: TrainConfig) -> list[Row]:
-    """What was measured."""
+    """Rows about the measurements."""
     network = machine.network
     rates = [8e-6 * network.rates[a][b] for a, b in network.pairs if network.ports((a, b))]
     links = f", links {min(rates):.3g} to {max(rates):.3g} Mbit/s" if rates else ""

@@ -1,4 +1,4 @@
-"""What a rank needs and sends where it has a part of a mixture's experts."""
+"""Memory and traffic of a rank that holds a part of a mixture's experts."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Key = TypeVar("Key")
 
 
 def options_of(config: ExplainConfig, shape: MeshShape, width: int) -> ExpertParallel:
-    """What is in effect on a mesh, for rows of `width` elements. Raises ConfigError."""
+    """The options in effect on a mesh, for rows of `width` elements. Raises ConfigError."""
     return ExpertParallel(**{**config.tables.get(EXPERTS, {}), "parallel": shape.expert}).fitted(width)
 
 
 def with_splits(config: ExplainConfig, shape: MeshShape) -> MeshShape:
-    """The mesh with the axes that --sequence.parallel and --experts.parallel state.
+    """The mesh, with the axes that --sequence.parallel and --experts.parallel state.
 
-    Raises ConfigError for ranks that they do not divide.
+    Raises ConfigError for numbers of ranks that don't divide evenly.
     """
     for axis, table in (("sequence", SEQUENCE), ("expert", EXPERTS)):
         ranks, data = config.tables.get(table, {}).get("parallel", shape.sizes.get(axis, 1)), shape.sizes["data"]
@@ -66,11 +66,11 @@ def choose_ranks(
     rate: float | None = None,
     local_rate: float | None = None,
 ) -> tuple[int, str]:
-    """How many ranks should hold the experts between them, and why: as many as need the fewest seconds of the links.
+    """How many ranks should share the experts, and why: the number with the fewest seconds on the links.
 
-    Counted are weights and gradients by the strategy and the rows of a step: what a node sends on its link, then what a
-    rank sends inside. config: asks for auto ranks. rate: of a node's link, local_rate: of a rank's inside, in bytes per
-    second; by default those of a usual network. Raises ConfigError where no number of ranks can train.
+    Weights and gradients of the strategy and the rows of a step are counted: first what a node sends on its link, then
+    what a rank sends inside. config: asks for "auto" ranks. rate: of a node's link; local_rate: of a rank's link
+    inside; bytes per second, by default those of a usual network. Raises ConfigError if no number of ranks can train.
     """
     stated = {**config.tables.get(EXPERTS, {})}
     seconds: dict[int, float] = {}
@@ -94,7 +94,10 @@ def choose_ranks(
 
 
 def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[MoELlama, ExpertPlacement]:
-    """The mixture, and where its experts lie. Raises ConfigError for another model, and what does not divide."""
+    """The mixture, and where its experts lie.
+
+    Raises ConfigError for another model, and for numbers that don't divide.
+    """
     if not isinstance(model, MoELlama):
         raise ConfigError(f"experts over {shape.expert} ranks: the model has none; nearest: --model moe-demo")
     llama = model.config
@@ -104,7 +107,7 @@ def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[M
 
 
 def rows_of(model: MoELlama, placement: ExpertPlacement, config: ExplainConfig, shape: MeshShape) -> Rows:
-    """The rows of a micro-batch, sent by an even router. Raises ConfigError for a capacity that holds none."""
+    """The rows of a micro-batch, sent by an even router. Raises ConfigError for a capacity below one row."""
     num_tokens, mixture = tokens_of(config, shape), model.config
     top_k = mixture.num_experts_per_tok
     limit = check_capacity(mixture.capacity_factor, num_tokens, mixture.num_local_experts, top_k)
@@ -113,19 +116,19 @@ def rows_of(model: MoELlama, placement: ExpertPlacement, config: ExplainConfig, 
 
 
 def tokens_of(config: ExplainConfig, shape: MeshShape) -> int:
-    """Tokens of a rank in a micro-batch."""
+    """Number of tokens of a rank in a micro-batch."""
     return config.micro_batch * -(-config.seq_len // shape.sequence)
 
 
 def capacity_notes(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> list[Row]:
-    """A row on a mixture's capacity, if it has one. Raises ConfigError for one that holds no row."""
+    """A row about a mixture's capacity, if it has one. Raises ConfigError for a capacity below one row."""
     return model.config.capacity_rows(tokens_of(config, shape)) if isinstance(model, MoELlama) else []
 
 
 def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:
-    """The plan of a rank: of its experts among their replicas, of all other weights among all ranks, of the rows.
+    """A rank's plan: experts among their replicas, all other weights among all ranks, and the rows.
 
-    Raises ConfigError for a strategy, a model or ranks that can't do it.
+    Raises ConfigError for a strategy, model or ranks that don't support it.
     """
     check_data_method(strategy)
     model, placement = placed(whole, config, shape)
@@ -160,12 +163,12 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
 
 
 def local_size(config: ExplainConfig, shape: MeshShape) -> int:
-    """Ranks of a node among those that hold the experts between them."""
+    """Ranks per node among those that share the experts."""
     return along(Topology(config.nodes, config.local_size), neighbours(0, shape.expert, shape.sequence))
 
 
 def levels_of(sent_bytes: Mapping[tuple[int, int], int], grid: Topology, holders: Sequence[int]) -> dict[str, int]:
-    """What the first of the holders sends inside its node, and to others."""
+    """Bytes that the first holder sends inside its node, and to other nodes."""
     found = {"intra": 0, "inter": 0}
     for (source, home), num_bytes in sent_bytes.items():
         if source == 0:
@@ -174,7 +177,7 @@ def levels_of(sent_bytes: Mapping[tuple[int, int], int], grid: Topology, holders
 
 
 def added(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:
-    """The sums, by key."""
+    """Sums of two mappings, by key."""
     return {key: one.get(key, 0) + other.get(key, 0) for key in (*one, *other)}
 
 
@@ -184,7 +187,7 @@ def holder(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def expert_notes(whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> list[Row]:
-    """Rows about the placement, and what the rows of a step send. Raises ConfigError."""
+    """Rows about the placement, and about what the rows of a step send. Raises ConfigError."""
     model, placement = placed(whole, config, shape)
     numel = 3 * model.config.hidden_size * model.config.intermediate_size
     layers, rows = model.config.num_hidden_layers, rows_of(model, placement, config, shape)

@@ -1,4 +1,4 @@
-"""What a forward computes, and what it keeps for its backward, without computing it."""
+"""Operations of a forward, and the activations it keeps for its backward, without running it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.models.tensor import cut_skeleton
 
 @dataclass(frozen=True)
 class Forward:
-    """operations: floating-point operations of a forward. kept_bytes: activations that its backward needs."""
+    """operations: floating-point operations of a forward. kept_bytes: bytes of activations that its backward needs."""
 
     operations: float
     kept_bytes: float
@@ -27,8 +27,8 @@ class Forward:
 def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = False, tensor: int = 1) -> Forward:
     """The forward of the loss of `batch` sequences, counted by torch on tensors without memory, with a CPU's kernels.
 
-    is_cut: with `--loss cut`, whose forward has the head's gradient already: it counts as a gradient, not here. tensor:
-    ranks over which matrices are cut; the forward is that of one of them.
+    is_cut: with `--loss cut`, whose forward also computes the head's gradient; that counts as backward, not here.
+    tensor: number of ranks over which matrices are cut; the result is one rank's forward.
     """
     kept: dict[int, Tensor] = {}
 
@@ -57,7 +57,7 @@ def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = 
 def layer_and_ends(
     config: LlamaConfig, seq_len: int, *, is_cut: bool = False, tensor: int = 1
 ) -> tuple[Forward, Forward]:
-    """One sequence: in one of the layers, which are all alike, and in embedding, head and loss together."""
+    """The forward of one sequence: of one layer (all are alike), and of embedding, head and loss together."""
     one, two = (
         forward_of(replace(config, num_hidden_layers=num), 1, seq_len, is_cut=is_cut, tensor=tensor) for num in (1, 2)
     )

@@ -75,12 +75,12 @@ class ExplainConfig:
 
     @property
     def num_stages(self) -> int | None:
-        """The stages that are stated; None where they are not, or are to be found."""
+        """The number of stages that is stated; None: not stated, or to be found."""
         return int(self.stages) if self.stages is not None and self.stages != AUTO else None
 
     @property
     def passes(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches of a step."""
         stages = self.num_stages or (MeshShape.parse(self.mesh).pipeline if self.mesh else 1)
         return self.micro_batches or stages
 
@@ -93,7 +93,7 @@ def command_line() -> CommandLine:
 
 
 def option_tables() -> Mapping[str, type]:
-    """See `thinwire.options`, which knows the strategies, and with them torch."""
+    """See `thinwire.options`, which loads the strategies and with them torch."""
     from thinwire import options
 
     return options.option_tables()

@@ -1,4 +1,4 @@
-"""Which rank takes which place: simulated annealing over the order of nodes."""
+"""Finds the order of ranks by simulated annealing over the order of nodes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ Order = tuple[int, ...]
 def annealed(
     cost: Callable[[Order], float], start: Sequence[int], *, seed: int = 0, num_moves: int = NUM_MOVES, fixed: int = 1
 ) -> tuple[Order, float]:
-    """The order of least cost that annealing finds, never worse than `start`; and its cost.
+    """The order with the lowest cost that annealing finds, never worse than `start`; and its cost.
 
-    A move reverses, moves one, swaps two, moves a stretch, or moves a stretch reversed. A worse order is taken with
-    probability exp(-d' / T), where d' is the difference over the power of ten above it, and T falls by 0.999 a move.
+    A move reverses a stretch, moves one element, swaps two, moves a stretch, or moves a stretch reversed. A worse order
+    is accepted with probability exp(-d' / T), where d' is the difference divided by the power of ten above it, and T
+    falls by 0.999 with each move.
 
-    fixed: places at the start that stay as they are. The same seed gives the same order.
+    fixed: number of places at the start that stay as they are. The same seed gives the same order.
     Source: "Pipette" (DATE 2024), section V.
     """
     rng, best = random.Random(seed), tuple(start)
@@ -47,7 +48,7 @@ def annealed(
 
 
 def _normalised(difference: float) -> float:
-    """From 0.1 to 1, whatever the unit."""
+    """The value divided by the power of ten above it: from 0.1 to 1, whatever the unit."""
     if difference == math.inf:
         return math.inf
     return difference / 10 ** (math.floor(math.log10(difference)) + 1)

@@ -1,4 +1,4 @@
-"""Candidates on measured machines: which rank takes which place, and how long a step takes there."""
+"""Prices candidates on measured machines: the rank in each place, and the time of a step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ SCRATCH = 1.5
 
 @dataclass(frozen=True)
 class PlacedMachine(Grid):
-    """A measured machine with a rank in each place; the stages' replicas are neighbours. See Grid.
+    """A measured machine with a rank in each place; replicas of a stage are neighbours. See Grid.
 
-    pass_s: seconds of a pass through all layers, forward and backward, beside their operations.
+    pass_s: seconds of a pass through all layers, forward and backward, that don't depend on the number of operations.
     """
 
     machine: Machine = field(kw_only=True)
@@ -45,7 +45,7 @@ class PlacedMachine(Grid):
 
     @classmethod
     def of(cls, machine: Machine, order: Order, layer: str, num_layers: int) -> PlacedMachine:
-        """layer: the kind of work of the model's layers."""
+        """The machine with ranks in this order. layer: the kind of work of the model's layers."""
         local, launch = machine.local_size, machine.rates.get(layer.replace("layer", "launch"), math.inf)
         flops, nodes = machine.rates[layer], machine.num_ranks // local
         return cls(nodes, local, flops, machine=machine, order=order, pass_s=num_layers / launch)
@@ -108,7 +108,7 @@ class PlacedMachine(Grid):
 
 @dataclass
 class Pricing:
-    """Prices candidates for one model on one machine. methods: by strategy. dtype: the compute type."""
+    """Prices candidates for one model on one machine. methods: by name of the strategy. dtype: the compute type."""
 
     model: Llama
     machine: Machine
@@ -128,12 +128,12 @@ class Pricing:
         return tuple(range(self.machine.num_ranks // self.machine.local_size))
 
     def ranks_of(self, nodes: Order) -> Order:
-        """The order of ranks from that of nodes, whose ranks stay together."""
+        """The order of ranks from an order of nodes; a node's ranks stay together."""
         local = self.machine.local_size
         return tuple(node * local + each for node in nodes for each in range(local))
 
     def held_bytes(self, counted_bytes: float) -> float:
-        """Memory of a process that holds so many bytes of weights, states and activations."""
+        """Memory of a process with this many bytes of weights, states and activations."""
         return self.machine.base_bytes + SCRATCH * counted_bytes
 
     def placed(self, order: Order) -> PlacedMachine:
@@ -141,14 +141,17 @@ class Pricing:
         return PlacedMachine.of(self.machine, order, self.layer, len(self.model.model.layers))
 
     def forward_of(self, num_sequences: int) -> float:
-        """Operations of a forward pass through the model, and what it costs beside them, in as many operations."""
+        """Operations of a forward through the model, with its fixed cost converted into operations."""
         layer, ends = layer_and_ends(self.model.config, self.seq_len)
         grid = self.placed(self.ranks_of(self.nodes))
         operations = len(self.model.model.layers) * layer.operations + ends.operations
         return num_sequences * operations + grid.pass_s * grid.flops / 3
 
     def roughly(self, way: Candidate) -> float:
-        """Seconds of a step by closed forms, in the best order that they know: enough to say what to simulate."""
+        """Seconds of a step by closed forms, in the best order by closed forms.
+
+        Used to select candidates to simulate.
+        """
         return self._best(way)[1]
 
     def price(self, way: Candidate) -> Priced:
@@ -178,7 +181,7 @@ class Pricing:
         return Priced(way, step_s, stages.bubble, memory, min(link_s, step_s), order, terms)
 
     def simulated(self, way: Candidate) -> Timeline:
-        """The step of a candidate without stages."""
+        """The simulated step of a candidate without stages."""
         work = Work(self.layer, self.forward_of(way.micro_batch))
         graph = self.methods[way.strategy].schedule(self.model, self._replicas(way), way.num_micro_batches, work)
         return simulate(graph, self.machine)
@@ -199,7 +202,7 @@ class Pricing:
         return Priced(way, step_s, 1 - compute_s / step_s, memory, min(self._link_s(way), step_s), order, terms)
 
     def _link_s(self, way: Candidate) -> float:
-        """Seconds of the slowest pair's messages, where all ranks send alike."""
+        """Seconds of the slowest pair's messages, if all ranks send the same."""
         plan = self._plan_of(way, self.model)
         crossing, fabric, local = plan.sent_on("inter"), self.machine.fabric, self.machine.local_size
         others = max(1, len(self.nodes) - 1)
@@ -221,7 +224,7 @@ class Pricing:
         return self._orders[key]
 
     def _searched(self, way: Candidate, compute_s: float) -> tuple[Order, float]:
-        """The order by closed forms, and a step's seconds."""
+        """The best order by closed forms, and a step's seconds."""
         machine = self.machine
         features = way.micro_batch * self.seq_len * self.model.config.hidden_size
         crossing, fabric = way.pipeline.crossing(0), machine.fabric
@@ -250,7 +253,7 @@ class Pricing:
         return self._plans[key]
 
     def _exchange(self, way: Candidate, stages: Stages, stage: int, grid: PlacedMachine) -> Timeline:
-        """What the replicas of a stage send each other when its last backward has ended."""
+        """The messages between the replicas of a stage after its last backward."""
         nothing = Work(self.layer, 0.0)
         graph = self.methods[way.strategy].schedule(stages.parts[stage], self._replicas(way), 1, nothing)
         return simulate(graph, self.machine.part(grid.groups(way.stages)[stage]))

@@ -1,4 +1,4 @@
-"""The fastest way to train a model on measured machines, and what it is predicted to cost."""
+"""Finds the fastest way to train a model on measured machines, and predicts its cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What was found. search: all that was simulated, fastest first."""
+    """The result of `plan`. search: all candidates that were simulated, fastest first."""
 
     machine: Machine
     search: Search
@@ -36,12 +36,12 @@ class TrainingPlan:
 
     @property
     def best(self) -> Priced:
-        """The fastest that fits."""
+        """The fastest candidate that fits."""
         return self.search.fastest[0]
 
     @property
     def values(self) -> dict[str, Any]:
-        """What `thinwire train` is told, by the names of its configuration; tables of options by theirs."""
+        """The settings for `thinwire train`, by the names of its configuration; tables of options by table name."""
         way = self.best.candidate
         found: dict[str, Any] = {
             "strategy": way.strategy, "micro_batch": way.micro_batch, "tokens_per_step": self.tokens_per_step,
@@ -54,7 +54,7 @@ class TrainingPlan:
         return found
 
     def to_json(self) -> str:
-        """The prediction, as plan.json has it: of the fastest, of others, and the links that it counts on."""
+        """The prediction for plan.json: of the fastest candidate, of others, and the links on which it is based."""
         shown = [
             {"flags": priced.candidate.flags, "step_s": priced.step_s, "order": priced.order}
             for priced in self.search.fastest
@@ -67,7 +67,7 @@ class TrainingPlan:
         }, indent=1) + "\n"  # fmt: skip
 
     def rows(self) -> list[Row]:
-        """Rows on what was taken, and why."""
+        """Rows about the choice and its reasons."""
         best, others = self.best, []
         for priced in fastest_of_kinds(self.search.fastest[1:], best):
             others.append(f"{seconds_text(priced.step_s)} with {kind_of(priced)[1]}")
@@ -75,7 +75,7 @@ class TrainingPlan:
         return [("--strategy auto", best.candidate.flags, why), *self.order_rows()]
 
     def order_rows(self) -> list[Row]:
-        """A row on the order of ranks, where it is another."""
+        """A row about the order of ranks, if it is not the usual one."""
         if self.best.order == tuple(range(self.machine.num_ranks)):
             return []
         way, network = self.best.candidate, self.machine.network
@@ -88,19 +88,19 @@ class TrainingPlan:
         return [("order of ranks", " ".join(map(str, self.best.order)), f"{link}, {used}")]
 
     def trace(self) -> list[dict[str, Any]]:
-        """The timeline of the simulated step, without stages, for Perfetto."""
+        """The timeline of the simulated step of a plan without stages, for Perfetto."""
         return self.pricing.simulated(self.best.candidate).trace()
 
 
 def kind_of(priced: Priced) -> tuple[int, str]:
-    """What tells candidates apart for a reader."""
+    """The properties by which a reader tells candidates apart."""
     way = priced.candidate
     stages = f"{way.stages} stages" if way.stages > 1 else ""
     return way.stages, " and ".join(filter(None, (stages, way.strategy if way.replicas > 1 else "")))
 
 
 def fastest_of_kinds(found: Iterable[Priced], but: Priced) -> Iterator[Priced]:
-    """The first of each kind that is not the kind of `but`."""
+    """The first candidate of each kind other than that of `but`."""
     seen = {kind_of(but)}
     for priced in found:
         if kind_of(priced) not in seen:
@@ -124,23 +124,23 @@ def plan(
 ) -> TrainingPlan:
     """Find the fastest way to train on a machine: strategy, stages, micro-batch, borders, and the order of ranks.
 
-    Closed forms rank all candidates, the best are simulated. The objective is seconds a step, at equal tokens: the
+    Closed forms rank all candidates; the best are simulated. The objective is seconds per step at equal tokens, so the
     strategies are those that learn as much from a token as exact training.
 
     Args:
-        model: a preset, or a Llama, of which the shapes alone are used.
+        model: a preset, or a Llama, of which only the shapes are used.
         machine: see `thinwire.calibrate`.
         tokens_per_step: of all ranks together.
         seq_len: tokens of a sequence.
-        micro_batch: most sequences of one pass.
+        micro_batch: largest number of sequences in one pass.
         memory_bytes: of one rank; None: what the machine has.
         strategies: those to choose from.
         stages: of a pipeline; None: free.
         dtype: compute type, "fp32" or "bf16".
         vocab_size: of a preset.
-        tables: options of strategies, and of the pipeline those that are not free.
+        tables: options of strategies, and those of the pipeline that are fixed.
 
-    Raises ConfigError where nothing fits, naming the least memory that would do.
+    Raises ConfigError if nothing fits; it names the least memory that would do.
     """
     tables = tables or {}
     llama = build_skeleton(model, vocab_size, seq_len, tables.get("llama")) if isinstance(model, str) else model

@@ -1,4 +1,4 @@
-"""What of a strategy's training would lie on a disk, and what a step would move."""
+"""The parts of a strategy's training that would lie on a disk, and the bytes that a step would move."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinwire.report.units import bytes_text, seconds_text
 
 @dataclass(frozen=True)
 class Resident:
-    """Where all lies: the parts of a rank's training under a budget, and rows of (asked for, in effect, why)."""
+    """Where the parts of a rank's training lie under a budget, and rows of (asked for, in effect, why)."""
 
     parts: list[MemoryPart]
     rows: list[tuple[str, str, str]]
@@ -31,7 +31,7 @@ class Resident:
 def where_all_lies(
     config: ExplainConfig, names: Sequence[str], strategy_of: Callable[[str, ExplainConfig], Method], model: nn.Module
 ) -> Resident:
-    """The parts of the one strategy that is asked for. Raises ConfigError for others, and for a budget too small."""
+    """The parts of the one stated strategy. Raises ConfigError for several, and for a budget that is too small."""
     residency = Residency(memory=config.memory, disk_rate=config.disk_rate)
     if len(names) != 1:
         raise ConfigError("--memory: name one strategy whose parts are to be placed; nearest: --strategy sdp4bit")

@@ -1,4 +1,4 @@
-"""The fastest of all candidates that fit, by the simulated step."""
+"""Finds the fastest candidate that fits, by simulated steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ Planned = Callable[[Candidate, Stages, int], MethodPlan]
 
 @dataclass(frozen=True)
 class Priced:
-    """What one candidate costs.
+    """The costs of one candidate.
 
-    step_s: seconds of forwards, backwards and borders, then of what replicas send, none of it hidden. memory_bytes: of
-    the fullest stage, activations included. link_s: of the busiest node's link alone, at most the step: a burst may
-    pass faster than a link's rate.
-    order: the rank in each place; empty: each in its own. terms: of a step of the rank in the first place, by the names
-    of a run's metrics.
+    Attributes:
+        step_s: seconds of forwards, backwards and borders, plus replicas' messages, none of which are hidden.
+        memory_bytes: of the fullest stage, activations included.
+        link_s: of the busiest node's link alone, at most step_s: a burst may pass faster than the link's rate.
+        order: the rank in each place; empty: unchanged.
+        terms: parts of a step of the first rank, by the names of a run's metrics.
     """
 
     candidate: Candidate
@@ -38,10 +39,12 @@ class Priced:
 
 @dataclass(frozen=True)
 class Search:
-    """All that was priced.
+    """All candidates that were priced.
 
-    fastest: what fits, fastest first; those that are as fast in the order of `candidates`. too_large: what does not
-    fit, smallest first. refused: candidates that can't run, by reason.
+    Attributes:
+        fastest: those that fit, fastest first; equally fast ones in the order of `candidates`.
+        too_large: those that don't fit, smallest first.
+        refused: candidates that can't run, by reason.
     """
 
     fastest: tuple[Priced, ...]
@@ -53,9 +56,9 @@ def search(
     model: Llama, found: Iterable[Candidate], planned: Planned, grid: Grid, seq_len: int,
     memory_bytes: float | None = None, loss: str = "auto",
 ) -> Search:  # fmt: skip
-    """Price candidates, and rank those of which the fullest stage fits into a rank's memory.
+    """Price candidates, and rank those whose fullest stage fits a rank's memory.
 
-    A candidate that recomputes is priced only where the same one that keeps more does not fit.
+    A candidate that recomputes is priced only if the same one without recomputation does not fit.
     """
     simulated = cache(
         lambda pipeline, stages, num, size: stages_of(model, pipeline, stages, num, size, seq_len, grid, loss)
@@ -70,7 +73,7 @@ def search(
 def ranked(
     found: Iterable[Candidate], price_of: Callable[[Candidate], Priced], memory_bytes: float | None = None
 ) -> Search:
-    """Price candidates in any way, and rank those that fit; see `search`."""
+    """Price candidates with any function, and rank those that fit; see `search`."""
     fits: list[Priced] = []
     too_large: list[Priced] = []
     refused: dict[str, list[Candidate]] = {}
@@ -94,7 +97,7 @@ def ranked(
 
 
 def price(candidate: Candidate, stages: Stages, planned: Planned, grid: Grid) -> Priced:
-    """One candidate, whose pipeline has been simulated."""
+    """The costs of one candidate whose pipeline was simulated."""
     plans = {stage: planned(candidate, stages, stage) for stage in stages.heaviest}
     memory = max(stages.memory_bytes(stage, plan) for stage, plan in plans.items())
     method_s = max(exchange_s(plan, grid) for plan in plans.values())
@@ -104,7 +107,7 @@ def price(candidate: Candidate, stages: Stages, planned: Planned, grid: Grid) ->
 
 
 def exchange_s(plan: MethodPlan, grid: Grid) -> float:
-    """Seconds of a method's messages on one node's link, or inside a node where that takes longer."""
+    """Seconds of a method's messages on one node's link, or inside a node if that takes longer."""
     sent = grid.local_size * plan.sent_on("inter") if plan.crossing is None else plan.crossing
     inside = plan.sent_on("intra") + plan.sent_on("pair")
     return max(sent / (grid.rate or float("inf")), inside / (grid.local_rate or float("inf")))

@@ -28,10 +28,10 @@ LONGEST = 64
 
 @dataclass(frozen=True)
 class Grid:
-    """Machines of local_size ranks each, and what they do in a second.
+    """Machines of local_size ranks each, and their rates.
 
-    flops: floating-point operations of one rank. rate, local_rate: bytes on one node's link, which its ranks share, and
-    on one rank's link inside its node; None: links are free.
+    flops: floating-point operations per second of one rank. rate: bytes per second on one node's link, which its ranks
+    share. local_rate: on one rank's link inside its node. None: the link takes no time.
     """
 
     nodes: int
@@ -45,7 +45,10 @@ class Grid:
         return self.nodes * self.local_size
 
     def links(self, stages: int) -> Network:
-        """Between the ranks of one of the pipelines, which all send at once. A stage's replicas are neighbours."""
+        """The network between the ranks of one pipeline, while all pipelines send.
+
+        Replicas of a stage are neighbours.
+        """
         replicas = self.num_ranks // stages
         nodes = tuple(stage * replicas // self.local_size for stage in range(stages))
         # Replicas of a stage that lie on one node share its link.
@@ -55,21 +58,24 @@ class Grid:
         return Network(nodes, rates, ((0.0,) * stages,) * stages)
 
     def cores(self, stages: int) -> Cores | None:
-        """What the ranks of one of the pipelines compute on; None: each has cores of its own."""
+        """The cores shared by the ranks of one pipeline; None: each rank has its own."""
         return None
 
     def costs(self, found: Costs, options: Pipeline, stages: int) -> Costs:
-        """The costs of chunks, from those of ranks that are all alike and pack in no time."""
+        """The costs of chunks on these machines. found: costs on equal ranks on which packing takes no time."""
         return found
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A model over the stages of a pipeline, and one step of it.
+    """A model over the stages of a pipeline, and one simulated step.
 
-    parts: of the model, by stage. sizes: layers of each chunk. timeline: of forwards, backwards and borders.
-    held: visits of a chunk whose activations each stage keeps at once, at most. tied_bytes: of a weight that the first
-    and the last stage share.
+    Attributes:
+        parts: of the model, by stage.
+        sizes: number of layers of each chunk.
+        timeline: of forwards, backwards and borders.
+        held: for each stage, the most micro-batches of a chunk whose activations it keeps at once.
+        tied_bytes: of a weight that the first and the last stage share.
     """
 
     options: Pipeline
@@ -88,7 +94,7 @@ class Stages:
 
     @property
     def bubble(self) -> float:
-        """The part of the step in which the stage that computes most has nothing to do."""
+        """The share of the step in which the stage that computes most is idle."""
         return min(self.timeline.idle_s) / self.timeline.makespan_s
 
     @property
@@ -102,11 +108,11 @@ class Stages:
         return found
 
     def sent_bytes(self, stage: int) -> float:
-        """What a rank of a stage sends to other stages in a step."""
+        """Bytes that a rank of a stage sends to other stages in a step."""
         return sum(num_bytes for (source, _), num_bytes in self.link_bytes.items() if source == stage)
 
     def crossing_bytes(self, grid: Grid) -> float:
-        """The most that one node's ranks together send to stages on other nodes in a step."""
+        """The most bytes that one node's ranks together send to stages on other nodes in a step."""
         nodes = grid.links(len(self.parts)).nodes
         sent = dict.fromkeys(nodes, 0.0)
         for (source, target), num_bytes in self.link_bytes.items():
@@ -115,12 +121,12 @@ class Stages:
         return min(grid.local_size, grid.num_ranks // len(self.parts)) * max(sent.values())
 
     def memory_bytes(self, stage: int, plan: MethodPlan) -> float:
-        """What one rank of a stage holds: by its method's plan, and activations."""
+        """Bytes that one rank of a stage holds: by its method's plan, plus activations."""
         return sum(plan.memory.values()) + self.timeline.peak_bytes[stage]
 
     @property
     def heaviest(self) -> set[int]:
-        """The stages of which one needs the most memory: that with most parameters, and that with most activations."""
+        """The stages that may need most memory: that with most parameters, and that with most activations."""
         numels = [sum(param.numel() for param in part.parameters()) for part in self.parts]
         return {numels.index(max(numels)), self.timeline.peak_bytes.index(max(self.timeline.peak_bytes))}
 
@@ -131,10 +137,8 @@ def stages_of(
 ) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
 
-    loss: as of `thinwire train`. tensor: ranks over which the model's matrices have been cut already; what these send
-    each other takes no time here.
-
-    Raises ConfigError for stages, layers and micro-batches that do not fit each other.
+    loss: as for `thinwire train`. tensor: ranks over which the model's matrices are already cut; their messages take no
+    time here. Raises ConfigError for stages, layers and micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers))
     parts, sizes = cut_parts(model, options, stages)
@@ -155,7 +159,7 @@ def stages_of(
 
 
 def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.ModuleDict], tuple[int, ...]]:
-    """What each stage has of the model, and how many layers each chunk has."""
+    """Each stage's part of the model, and each chunk's number of layers."""
     chunks, home, layers = options.num_chunks(stages), options.home(stages), list(model.model.layers)
     numels = [sum(param.numel() for param in layer.parameters()) for layer in layers]
     embedding, head = model.model.embed_tokens, model.lm_head
@@ -187,7 +191,7 @@ def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.Mod
 
 
 def rows_of(own: Own, weight: torch.Tensor) -> nn.Module:
-    """A module with the rows that a rank has of a weight."""
+    """A module with a rank's rows of a weight."""
     return nn.Embedding(own.size, weight.shape[1], _weight=weight.new_empty(own.size, weight.shape[1]))
 
 
@@ -195,7 +199,7 @@ def costs_of(
     model: Llama, options: Pipeline, sizes: Sequence[int], home: Sequence[int], batch: int, seq_len: int, flops: float,
     loss: str = "auto", tensor: int = 1,
 ) -> Costs:  # fmt: skip
-    """The costs of one micro-batch; a backward computes twice what the forward does."""
+    """The costs of one micro-batch. A backward has twice the operations of the forward."""
     loss, _ = loss_in_effect(loss, batch * seq_len, model.config.vocab_size)
     # A spread head has logits.
     loss = "plain" if options.head == SPREAD else loss

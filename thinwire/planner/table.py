@@ -1,4 +1,4 @@
-"""Output of `thinwire explain`."""
+"""Prints the output of `thinwire explain`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def reasons(found: Explained) -> Iterator[str]:
 
 
 def tables(found: Explained) -> list[Table]:
-    """All strategies side by side; of one alone also every part."""
+    """A table of all strategies; for a single strategy also tables of its parts."""
     made = [] if found.search is None else [ranking(found.search)]
     made += [side_by_side(found)]
     made += [] if found.stages is None else [stage_by_stage(found.stages)]
@@ -90,7 +90,7 @@ def tables(found: Explained) -> list[Table]:
 
 
 def side_by_side(found: Explained) -> Table:
-    """One row a strategy."""
+    """A table with a row for each strategy."""
     title = (
         f"{short(found.num_parameters)} parameters on {found.topology}, {found.micro_batches} micro-batch(es) a step: "
         "memory of one rank, and what it sends in a step"
@@ -124,7 +124,7 @@ def side_by_side(found: Explained) -> Table:
 
 
 def stage_by_stage(stages: Stages) -> Table:
-    """One row a stage of a pipeline."""
+    """A table with a row for each stage of a pipeline."""
     heads = ("layers", "parameters", "in flight", "activations", "sent to others", "idle")
     table = Table("stage", title="a step of the pipeline", title_justify="left")
     for head in heads:
@@ -141,7 +141,7 @@ def stage_by_stage(stages: Stages) -> Table:
 
 
 def ranking(found: Search) -> Table:
-    """The fastest ways to train, best first."""
+    """A table of the fastest ways to train, best first."""
     title = f"ways to train, fastest first: {len(found.fastest)} fit"
     table = Table("a step", title=title, title_justify="left")
     for head in ("memory", "idle", "on the link", "stages x replicas", "micro-batches", "strategy"):
@@ -160,7 +160,7 @@ def ranking(found: Search) -> Table:
 
 
 def reasons_of(found: Search) -> Iterator[str]:
-    """Why the first is the first, and what is not in the table."""
+    """Why the first candidate was chosen, and what is not in the table."""
     best = found.fastest[0]
     yield f"Fastest, by the simulation: {best.candidate.flags}"
     for stages in sorted({priced.candidate.stages for priced in found.fastest} - {best.candidate.stages}):
@@ -181,7 +181,7 @@ def reasons_of(found: Search) -> Iterator[str]:
 
 
 def parts_of_residency(parts: Sequence[MemoryPart]) -> Table:
-    """One row a part of what a rank holds, and their sums."""
+    """A table with a row for each part of what a rank holds, and their sums."""
     table = Table("under --memory", title="where all lies, and what a step moves", title_justify="left")
     for head in ("memory", "disk", "read", "written"):
         table.add_column(head, justify="right")
@@ -192,7 +192,7 @@ def parts_of_residency(parts: Sequence[MemoryPart]) -> Table:
 
 
 def parts_of_memory(plan: MethodPlan) -> Table:
-    """One row a part of one rank's memory."""
+    """A table with a row for each part of one rank's memory."""
     table = Table("memory", "bytes", "", title="what one rank holds", title_justify="left")
     for name, num_bytes in plan.memory.items():
         table.add_row(name, bytes_text(num_bytes), MEANINGS.get(name, "kept between steps"))
@@ -200,7 +200,7 @@ def parts_of_memory(plan: MethodPlan) -> Table:
 
 
 def parts_of_traffic(plan: MethodPlan, mean_over: int) -> Table:
-    """One row an operation and level."""
+    """A table with a row for each operation and level."""
     title = "what one rank sends in a step" + (f", mean over {mean_over} steps" if mean_over > 1 else "")
     table = Table("operation", "level", "bytes", title=title, title_justify="left")
     for (operation, level), num_bytes in plan.sent.items():

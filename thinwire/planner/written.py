@@ -1,4 +1,4 @@
-"""A plan as files: a configuration to train with, its prediction, and the timeline of its step."""
+"""Writes a plan to files: a configuration for training, its prediction, and the timeline of its step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEQUENCES = 8
 
 
 def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
-    """Plan as asked, and print why. Raises ConfigError with all errors at once."""
+    """Plan as asked, and print the reasons. Raises ConfigError with all errors at once."""
     machine = problems.note(Machine.read, config.machine)
     memory = None if config.memory is None else problems.note(read_bytes, config.memory)
     names = CHOSEN_FROM if config.strategies == "all" else tuple(filter(None, config.strategies.split(",")))
@@ -80,7 +80,7 @@ def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
 
 
 def show(found: TrainingPlan) -> None:
-    """Print the fastest ways, and why the first is the first."""
+    """Print the fastest ways, and why the first was chosen."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(PLAIN_WIDTH, console.width)

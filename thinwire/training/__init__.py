@@ -1,1 +1,1 @@
-"""The trainer behind `thinwire train`: a thin example of the library, and what a run needs around it."""
+"""The trainer behind `thinwire train`: a thin example of the library, and everything else that a run needs."""

@@ -1,4 +1,4 @@
-"""Is the link slow enough for compression to pay? Measured and estimated at the start, said in the start-up table."""
+"""Tells at the start whether the link is slow enough for compression to pay, from a measurement and an estimate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EFFICIENCY = 0.5
 
 
 def link_rate(comm: Communicator) -> float:
-    """Bit/s that one rank can send to all other nodes while every rank does; the slowest rank's. A collective."""
+    """Bits per second that the slowest rank can send to all other nodes while every rank sends. A collective."""
     peers, num_bytes = comm.topology.num_nodes - 1, 1 << 16
     while True:
         message = torch.zeros(num_bytes // peers, dtype=torch.uint8)
@@ -45,12 +45,12 @@ def advise(
     dtype: torch.dtype,
     device: Device,
 ) -> Iterator[Row]:
-    """Rows on the link and on whether 16 bits would do; a collective over all ranks.
+    """Rows about the link, and about whether 16 bits would be enough. A collective over all ranks.
 
-    16 bits both ways take link_s = 8 * 4 N (Y-1)/Y / rate on the link of one of Y nodes; computing takes about
-    compute_s = 6 N tokens / (EFFICIENCY * FLOP/s). Where link_s <= compute_s the one hides the other, and compression
-    has nothing to gain. Between processes of one machine the link is loopback, which is as fast as the machine is idle:
-    it is not measured.
+    16 bits both ways take link_s = 8 * 4 N (Y-1)/Y / rate on the link of one of Y nodes. Computing takes about
+    compute_s = 6 N tokens / (EFFICIENCY * FLOP/s). If link_s <= compute_s, computing hides the messages, and
+    compression gains nothing. Between processes of one machine the link is loopback, whose rate depends on the
+    machine's load: it is not measured.
     """
     grid = optimizer.comm.topology
     if grid.num_nodes == 1:

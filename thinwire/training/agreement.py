@@ -32,10 +32,10 @@ HINTS = {"tokens": "the machines hold different data; copy the same files to all
 
 
 def agree(config: TrainConfig, *, tokens: str, dtype: str | None) -> str:
-    """The compute dtype of all ranks; a collective on the default group.
+    """The compute dtype of all ranks. A collective on the default group.
 
-    Every rank states its configuration, the digest of its tokens, and the dtype that is fast on its machine (None: not
-    measured). bf16 is chosen if no rank is faster in fp32. Raises ConfigError where configurations or tokens differ.
+    Every rank sends its configuration, the digest of its tokens, and the dtype that is fast on its machine (None: not
+    measured). bf16 is chosen if no rank is faster in fp32. Raises ConfigError if configurations or tokens differ.
     """
     mine = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
     # Options without an effect are not written to config.toml, which some ranks may read and others write.
@@ -53,12 +53,12 @@ def agree(config: TrainConfig, *, tokens: str, dtype: str | None) -> str:
 
 
 def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | None, list[Row]]:
-    """The checkpoint to continue from, if any, and rows that explain the choice; a collective on the default group.
+    """The checkpoint to continue from, if any, and rows that explain the choice. A collective on the default group.
 
-    That is the last checkpoint. Machines with disks of their own may have different last ones: one was saving when it
-    died, or lost a file. Then it is the newest checkpoint that is sound on every disk. Raises ConfigError where there
-    is no such checkpoint, CheckpointError on all ranks where a disk holds checkpoints and none of them is sound.
-    verifies: whether this rank compares checksums first, because nobody has done so on its disk.
+    It is the last checkpoint. Machines with disks of their own may have different last checkpoints, if one died while
+    saving or lost a file; then it is the newest checkpoint that is sound on every disk. Raises ConfigError if there is
+    no such checkpoint, CheckpointError on all ranks if a disk holds checkpoints and none is sound. verifies: whether
+    this rank compares checksums first, because no other process has done so on its disk.
     """
     mine: Path | None = None
     wrong: list[str] = []
@@ -76,14 +76,14 @@ def agree_on_checkpoint(checkpoints: Path, *, verifies: bool) -> tuple[Path | No
 
 
 def raise_first(problems: list[str], who: str) -> None:
-    """Raise CheckpointError with the first problem; problems: one for each rank or island, empty where all is well."""
+    """Raise CheckpointError with the first problem. problems: one for each rank or island; empty if there is none."""
     for number, problem in enumerate(problems):
         if problem:
             raise CheckpointError(f"{who} {number}: {problem}")
 
 
 def agree_on_start(checkpoints: Path, *, verifies: bool, island: IslandPlace) -> tuple[Path | None, list[Row]]:
-    """The same for a run that may have islands: all of them agree, and all raise the problem of any of them."""
+    """The same for a run that may have islands: all islands agree, and all raise any island's problem."""
     if island.num_islands == 1:
         return agree_on_checkpoint(checkpoints, verifies=verifies)
     mine: Path | None = None
@@ -101,12 +101,12 @@ def agree_on_start(checkpoints: Path, *, verifies: bool, island: IslandPlace) ->
 def agree_among_islands(
     checkpoints: Path, mine: Path | None, island: IslandPlace, problem: str = "", rows: Sequence[Row] = ()
 ) -> tuple[Path | None, list[Row]]:
-    """The same between islands, each of which proposes `mine`; the first rank of every island calls it.
+    """The same between islands, each of which proposes `mine`. Call it on the first rank of every island.
 
     Islands start together from the same step. An island that comes later takes the state of the others and needs no
-    checkpoint. problem: why this island can't use any of its checkpoints. rows: what this island reports, which
-    all islands show. Raises CheckpointError where an island has a problem, ThinwireError where the meeting
-    can't be reached, or an island does not come to it within PATIENCE_S.
+    checkpoint. problem: why this island can't use any of its checkpoints. rows: this island's report, which all islands
+    show. Raises CheckpointError if an island has a problem, ThinwireError if the meeting can't be reached, or if an
+    island does not come within PATIENCE_S.
     """
     host, port = island.meet.rsplit(":", 1)
     rounds = count()
@@ -167,7 +167,7 @@ def _sound(checkpoints: Path) -> Iterator[Path]:
 
 
 def max_over_ranks(value: int) -> int:
-    """The largest of the ranks' numbers; a collective on the default group."""
+    """The largest of the ranks' numbers. A collective on the default group."""
     largest = torch.tensor(value)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)

@@ -1,7 +1,7 @@
-"""How many steps fit into the time: some are measured on a copy of the run, then the number is fixed.
+"""Chooses the number of steps that fit into --minutes, by measuring some steps on a copy of the run.
 
-The learning rate of every step depends on how many there are. So the measured steps are taken by an engine of their
-own, which is thrown away: the run itself begins after the number is known, and equals one with `--steps` bit for bit.
+The learning rate of every step depends on the number of steps. So the measured steps are taken by a separate engine
+that is thrown away. The run begins after the number is known, and equals a run with that `--steps` bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LARGE, SMALL = "demo", "tiny"
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Seconds of a step, of what comes after the last one, and of building the run; all of rank 0."""
+    """Seconds of a step, of the work after the last step, and of building the run; all measured on rank 0."""
 
     step_s: float
     end_s: float
@@ -55,9 +55,9 @@ class MeasuredSteps:
 
 
 def fix_steps(run: Run, place: ProcessPlace, device: Device, dtype: str | None, began: float) -> tuple[Run, list[Row]]:
-    """The run with the number of steps that end `--minutes` after `began`, the same on all ranks; and rows on it.
+    """The run with the number of steps that end `--minutes` after `began`, the same on all ranks; and rows about it.
 
-    began: as time.time() has it, on rank 0, which decides. A collective over all ranks.
+    began: as time.time(), on rank 0, which decides. A collective over all ranks.
     """
     minutes = run.config.minutes
     assert minutes is not None
@@ -73,7 +73,7 @@ def fix_steps(run: Run, place: ProcessPlace, device: Device, dtype: str | None, 
 
 
 def measure(run: Run, place: ProcessPlace, device: Device, dtype: str | None, due: float) -> MeasuredSteps:
-    """Take a few steps with an engine that is thrown away; a collective. due: the time at which the run should end."""
+    """Take a few steps with an engine that is thrown away. due: when the run should end. A collective."""
     start = time.perf_counter()
     corpus = Corpus.of(run.config)
     engine = Engine(run, place, device, corpus, agree(run.config, tokens=corpus.digest, dtype=dtype))
@@ -101,14 +101,14 @@ def measure(run: Run, place: ProcessPlace, device: Device, dtype: str | None, du
 
 
 def evaluation_s(engine: Engine, forward_s: float) -> float:
-    """Seconds of the held-out loss, from those of a step's forward passes."""
+    """Seconds of the held-out loss, estimated from those of a step's forward passes."""
     available = count_sequences(engine.corpus.heldout, engine.config.seq_len)
     sequences = min(available, engine.config.eval_sequences) / engine.num_shares
     return forward_s * sequences / (engine.batch.micro_batch * engine.batch.accumulation)
 
 
 def sample_s(engine: Engine) -> float:
-    """Seconds of the text at the end, from those of one token with half of it before."""
+    """Seconds of the text at the end, estimated from those of one token after half of the text."""
     num_tokens = engine.config.sample_tokens
     if not num_tokens or not engine.writes_sample:
         return 0.0
@@ -121,10 +121,10 @@ def sample_s(engine: Engine) -> float:
 
 
 def choose_model(config: TrainConfig, threads: int, dtype: str, vocab_size: int) -> tuple[str, str]:
-    """The model that `--model auto` stands for, and why: the larger one where it gets enough steps in the time.
+    """The model for `--model auto`, and why: the larger one if it gets enough steps in the time.
 
     Measured in this process, on the CPU, by one pass of one worker. dtype: the compute type. Raises ConfigError without
-    --minutes, and on several machines, which would choose for themselves.
+    --minutes, and on several machines, which might choose differently.
     """
     if config.minutes is None:
         raise ConfigError(f"--model auto: chooses by the time that --minutes states; nearest: --model {LARGE}")

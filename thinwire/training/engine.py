@@ -1,4 +1,4 @@
-"""What takes a step: the model on its device, what brings its ranks together, and this rank's share of the text."""
+"""An engine takes steps: it has the model on its device, the parallel optimizer, and this rank's share of the text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COMPILER = "inductor"
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of a run. digest: stands for all of them."""
+    """The tokens of a run. digest: a hash of all of them."""
 
     tokenizer: Tokenizer
     train: np.ndarray
@@ -58,7 +58,7 @@ class Corpus:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Corpus:
-        """Read the text, or the tokens that an earlier run has kept of it."""
+        """Read the text, or the tokens that an earlier run has saved for it."""
         tokenizer = load_tokenizer(config.tokenizer)
         tokens = tokens_of(config, tokenizer)
         train, heldout = tokens.split(config.seq_len)
@@ -66,9 +66,9 @@ class Corpus:
 
 
 class Engine:
-    """A model in training as one rank has it. Every rank makes one; a collective over all of them.
+    """A model in training on one rank. Making it, on every rank, is a collective.
 
-    dtype: "bf16" or "fp32", of forward and backward; weights and sums are fp32.
+    dtype: "bf16" or "fp32", for forward and backward; weights and sums are fp32.
     """
 
     def __init__(self, run: Run, place: ProcessPlace, device: Device, corpus: Corpus, dtype: str) -> None:
@@ -130,27 +130,30 @@ class Engine:
 
     @property
     def _place_in_sequence(self) -> tuple[int, ...]:
-        """What tells the random numbers of a sequence's ranks apart: their tokens differ."""
+        """A number that makes random states differ between the ranks of a sequence, whose tokens differ."""
         ranks = self.config.mesh_shape.sequence
         return (self.place.rank % ranks,) if ranks > 1 else ()
 
     def seed_after(self, step: int) -> int:
-        """The seed for the random generators of a rank that has no saved state of its own."""
+        """The seed for the random generators of a rank without a saved state of its own."""
         return derive_seed(self.config.seed, self.share, step, *self._place_in_sequence) >> 1
 
     def forward_backward(self) -> float:
-        """Take the next batches through the model; the seconds of the forward passes, waiting for weights included."""
+        """Run the next batches through the model.
+
+        Return the seconds of the forward passes, with the waiting for weights.
+        """
         self._forward_s = 0.0
         batches = [self.device.take(self.loader.next_batch()) for _ in range(self.batch.accumulation)]
         self.stage.forward_backward(batches, self._loss_of)
         return self._forward_s
 
     def take_row_load(self) -> RowLoad:
-        """What routers have asked of experts in this step, on all ranks; nothing without experts."""
+        """The rows that routers have sent to experts in this step, on all ranks; empty without experts."""
         return self.model.row_counts.take() if isinstance(self.model, MoELlama) else RowLoad()
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next update; a recovered stage takes a larger one."""
+        """Set the learning rate of the next update. A recovered stage multiplies it by a factor."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.stage.lr_factor
 
@@ -159,7 +162,7 @@ class Engine:
         self.stage.update(self.config.grad_clip or math.inf)
 
     def _loss_of(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss of one micro-batch; its forward's seconds are counted."""
+        """The loss of one micro-batch; the forward's seconds are counted."""
         start = time.perf_counter()
         with self.device.autocast(self.dtype):
             loss = module(*batch)
@@ -168,13 +171,13 @@ class Engine:
 
     @torch.no_grad()
     def next_loss(self) -> float:
-        """The loss that the next step would have; nothing is trained, and nothing is left changed."""
+        """The loss that the next step would have. Trains nothing, and restores everything it changes."""
         with self._next_batches() as batches:
             return self.stage.next_loss(batches, self._loss_of)
 
     @contextmanager
     def _next_batches(self) -> Iterator[list[tuple[Tensor, ...]]]:
-        """This rank's batches of the next step, which are taken again afterwards, with the same random numbers."""
+        """Yield this rank's batches of the next step. Afterwards the loader and the random generators are reset."""
         position, random, own_random = self.loader.state_dict(), torch.get_rng_state(), self.device.random_state()
         yield [self.device.take(self.loader.next_batch()) for _ in range(self.batch.accumulation)]
         self.loader.load_state_dict(position)
@@ -183,7 +186,10 @@ class Engine:
             self.device.set_random_state(own_random)
 
     def _even_weight(self, distillation: Distillation) -> float:
-        """The teacher's weight at which text and teacher count alike in the next step, over all ranks; a collective."""
+        """The teacher's weight at which text and teacher contribute equally to the next step, over all ranks.
+
+        A collective.
+        """
         self.optimizer.synchronize()
         with self._next_batches() as batches, self.device.autocast(self.dtype):
             parts = [distillation.parts(*batch) for batch in batches]
@@ -193,7 +199,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean loss on held-out sequences, over all ranks, of each island by itself; nats per token."""
+        """The mean loss on held-out sequences over all ranks, separately for each island; nats per token."""
         self.model.eval()
         total, num_sequences = 0.0, 0
         for batch in heldout_batches(
@@ -216,20 +222,20 @@ class Engine:
 
     @property
     def writes_sample(self) -> bool:
-        """Whether this is a rank of the first model, all of which compute together.
+        """Whether this rank takes part in writing the sample: one of the ranks that hold the first copy of the model.
 
-        Every token goes through the whole model: one that passes through memory writes none.
+        Every token goes through the whole model, so a model whose weights pass through memory writes none.
         """
         return self.replica[0] < self.config.mesh_shape.expert and not self.optimizer.weights_pass
 
     @property
     def continuing(self) -> nn.Module:
-        """What a text is continued with."""
+        """The module that generates text."""
         pipeline = self.stage.pipeline
         return self.model if pipeline is None else LastLogits(pipeline, self.model)
 
     def continued(self, prompt: list[int], num_new: int) -> list[int]:
-        """The prompt and what the model writes after it; the ranks that hold the first model between them call it."""
+        """The prompt and the model's continuation. Call it on all ranks that share the first copy of the model."""
         generator = torch.Generator(self.device.torch).manual_seed(self.config.seed)
         (tokens,) = self.device.take([torch.tensor([prompt])])
         with self.device.autocast(self.dtype):
@@ -243,7 +249,10 @@ class Engine:
 def built(
     run: Run, vocab_size: int, fields: Mapping[str, Any] | None
 ) -> tuple[nn.Module, Residency | None, Callable[[str], Tensor] | None]:
-    """The model; what of it lies on a disk; and, where it is too large to be whole, what gives its first weights."""
+    """The model; which parts lie on a disk.
+
+    And, if it is too large to be made whole, a function for its first weights.
+    """
     config, residency = run.config, run.residency
     size = config.model, vocab_size, config.seq_len
     if residency is not None and not config.model.startswith("hf:"):
@@ -255,7 +264,7 @@ def built(
 
 
 class Drawn:
-    """The first weights of a model by name; matrices that come before are kept until they are asked for."""
+    """The first weights of a model by name. Matrices that were drawn too early are kept until they are asked for."""
 
     def __init__(self, model: Llama, seed: int) -> None:
         self._coming, self._early = model.drawn(torch.Generator().manual_seed(seed)), dict[str, Tensor]()
@@ -271,7 +280,7 @@ class Drawn:
 
 
 def mesh_of(shape: MeshShape, device: Device) -> DeviceMesh:
-    """The mesh of this process group, an island's where there are several: the data axis alone where nothing is cut."""
+    """The mesh of this process group, or of its island: only the data axis if nothing is cut."""
     inside = {name: size for name, size in shape.sizes.items() if name != "island"}
     sizes = inside if shape.shared * shape.expert > 1 else {"data": dist.get_world_size()}
     return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -280,14 +289,14 @@ def mesh_of(shape: MeshShape, device: Device) -> DeviceMesh:
 def compile_layers(model: nn.Module) -> None:
     """Compile the forward of each layer, or of a model without layers.
 
-    Each layer by itself, and without its hooks: a gather of weights or an exchange of gradients is no part of it.
+    Each layer is compiled by itself, without its hooks, so that gathers and reductions stay outside.
     """
     for layer in layers_of(model) or [model]:
         layer.forward = torch.compile(layer.forward, backend=COMPILER)
 
 
 def meet_others(config: TrainConfig, place: ProcessPlace) -> Peers | None:
-    """The other islands, for the first rank of one that has any."""
+    """The other islands, on the first rank of an island; None elsewhere."""
     number, num_islands, meet = place.island
     if place.rank or num_islands == 1:
         return None
@@ -295,7 +304,7 @@ def meet_others(config: TrainConfig, place: ProcessPlace) -> Peers | None:
 
 
 def common_options(config: TrainConfig, tokens: str) -> str:
-    """What all islands must have in common, besides the model and the method."""
+    """A hash of the options that must be equal on all islands, besides the model and the method."""
     shared = {name: value for name, value in asdict(config).items() if name not in PER_MACHINE}
     return repr((shared, tokens))
 
@@ -307,7 +316,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def untrained(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Frozen parameters, and buffers that are part of the model's state; the optimizer knows neither."""
+    """Frozen parameters, and buffers in the model's state; the optimizer has neither."""
     params = dict(model.named_parameters(remove_duplicate=False))
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     frozen = {name: tensor for name, tensor in state.items() if name in params and not params[name].requires_grad}

@@ -21,7 +21,7 @@ ISLANDS = "islands"
 
 
 def num_islands(checkpoint: Path) -> int:
-    """How many islands saved a checkpoint."""
+    """Number of islands that saved a checkpoint."""
     return Manifest.read(checkpoint).about.get(ISLANDS, 1)
 
 
@@ -46,11 +46,13 @@ def is_verified(checkpoints: Path) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of the state that a rank has restored, and of those beside it.
+    """What is known about the state that a rank has restored, and about the other islands' states.
 
-    num_islands: how many islands saved; 1 for a run without islands. has_own: whether this island is one of them.
-    next_loss: what the loss of the next step must be; None: unknown, for the reason in `why_unknown`. rows: of the load
-    report.
+    Attributes:
+        num_islands: number of islands that saved; 1 for a run without islands.
+        has_own: whether this island is one of them.
+        next_loss: what the loss of the next step must be; None: unknown, for the reason in `why_unknown`.
+        rows: of the load report.
     """
 
     num_islands: int
@@ -61,11 +63,11 @@ class Origin:
 
     @classmethod
     def of(cls, source: Source, num_islands: int, *, has_own: bool) -> Origin:
-        """The case that no island has come or gone."""
+        """The origin if no island has joined or left."""
         return cls(num_islands, has_own, next_loss(source.folder))
 
     def with_islands(self, number: int) -> Origin:
-        """The same if another number of islands continues."""
+        """The origin if another number of islands continues."""
         before = self.num_islands
         row: Row = ("resume: islands", "left out", f"{before} have saved, and {number} go on")
         if number > before:
@@ -79,9 +81,9 @@ class Origin:
 
 
 def leave_islands(source: Source, num_islands: int, optimizer: ParallelOptimizer, rank: int) -> Origin:
-    """Go on without islands, from the mean of their weights; a collective over all ranks.
+    """Continue without islands, from the mean of their weights. A collective over all ranks.
 
-    The first rank reads those that lie beside `source`, the first island's, of the same step.
+    The first rank reads the other islands' checkpoints of the same step, beside `source`, the first island's.
     """
     means: dict[str, Tensor] = {}
     told: tuple[list[int], list[Row], float | None] = [], [], None
@@ -109,7 +111,7 @@ def leave_islands(source: Source, num_islands: int, optimizer: ParallelOptimizer
 
 
 def islands_beside(source: Source, num_islands: int) -> tuple[dict[int, Source], list[Row]]:
-    """The sound checkpoints of all islands of the step of the first one's, by number; a row for each that is none."""
+    """The sound checkpoints of all islands at the first one's step, by number; a row for each island without one."""
     found, missing = {0: source}, []
     for number in range(1, num_islands):
         path = RunDir(source.folder.parent.parent).island(number).checkpoints / source.folder.name
@@ -122,7 +124,7 @@ def islands_beside(source: Source, num_islands: int) -> tuple[dict[int, Source],
 
 
 def mean_weights(sources: list[Source]) -> dict[str, Tensor]:
-    """The mean of what was trained, by name, in fp32 and rounded once; nothing where all have the same bits."""
+    """The mean of trained weights, by name, in fp32 and rounded once; empty if all have the same bits."""
     means: dict[str, Tensor] = {}
     differ = False
     for name, shape in sources[0].common["shapes"].items():

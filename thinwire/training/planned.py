@@ -1,4 +1,4 @@
-"""A run under a plan: its prediction beside the run, and the links that it counts on."""
+"""A run under a plan: its prediction beside the measurements, and the links on which it is based."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRIFT = 1.5
 
 
 def read_plan(config: TrainConfig) -> dict[str, Any]:
-    """The prediction in plan.json. Raises ConfigError for a file that is none, or is of other ranks."""
+    """The prediction in plan.json. Raises ConfigError for any other file, and for a plan of other ranks."""
     path = Path(config.plan or "")
     try:
         found = json.loads(path.read_text())
@@ -35,7 +35,7 @@ def read_plan(config: TrainConfig) -> dict[str, Any]:
 
 
 class Planned:
-    """The plan of a run, on every rank of it. is_fresh: it was made at this run's start, from links just measured."""
+    """The plan of a run, on every rank. is_fresh: it was made at this run's start, from links just measured."""
 
     def __init__(self, config: TrainConfig, comm: Communicator, warn: Callable[[str], None]) -> None:
         self.config, self.comm, self.warn = config, comm, warn
@@ -46,9 +46,10 @@ class Planned:
             self.compare_links("since it was made")
 
     def compare_links(self, when: str) -> None:
-        """Measure the links again, warn of those that have changed, and leave it beside the plan; a collective.
+        """Measure the links again, warn of those that changed, and write the result beside the plan. A collective.
 
-        Between processes of one machine the link is loopback, as slow as the machine is busy; then nothing is said.
+        Between processes of one machine the link is loopback, which is slow if the machine is busy; then nothing is
+        reported.
         """
         is_network = not all_on_this_machine(self.comm.world_size)
         now = measured_rates(self.comm) if is_network else None

@@ -24,11 +24,11 @@ OTHER_DEVICE = 1e-3
 
 
 class ResumeDriftError(ThinwireError, RuntimeError):
-    """A resumed run does not go on as the one that was saved; names both losses."""
+    """A resumed run does not continue the saved one; the message has both losses."""
 
 
 def circumstances(batch: Batch, world_size: int, dtype: str, device: str) -> dict[str, Any]:
-    """What must be equal for two losses of the same weights and tokens to be the same bits."""
+    """What must be equal for two losses of the same weights and tokens to have the same bits."""
     return {
         "torch": torch.__version__,
         "cpu": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
@@ -42,7 +42,10 @@ def circumstances(batch: Batch, world_size: int, dtype: str, device: str) -> dic
 
 @dataclass(frozen=True)
 class Proof:
-    """expected: the loss of the step after the checkpoint; tolerance: how far it may be off, relative; why."""
+    """expected: the loss of the step after the checkpoint. tolerance: largest relative difference.
+
+    why: the reason for it.
+    """
 
     expected: float
     tolerance: float
@@ -50,7 +53,7 @@ class Proof:
 
     @classmethod
     def of(cls, source: Source, expected: float, here: dict[str, Any]) -> Proof:
-        """What may be asked of a resume from `source` under these circumstances."""
+        """The check for a resume from `source` under these circumstances."""
         there = source.manifest.about.get("circumstances")
         # Codecs of weights may draw anew in a backward, which a run that ends does not take between two passes.
         draws = source.common["lossy_weights"] and here["micro_batch"][1] > 1
@@ -73,7 +76,7 @@ class Proof:
         return "resume proof", f"the next loss must be {self.expected:.6f}, within {self.tolerance:g} of it", self.why
 
     def check(self, step: int, loss: float, *, allow_drift: bool) -> str:
-        """A line that says how it went; raises ResumeDriftError where the loss is another and that is not allowed."""
+        """A line with the result. Raises ResumeDriftError if the loss differs, unless `allow_drift`."""
         drift = abs(loss - self.expected) / max(abs(self.expected), 1e-12)
         both = (
             f"step {step}: the loss is {loss!r} and was {self.expected!r} before: a relative difference of {drift:.2g}"

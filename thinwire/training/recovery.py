@@ -1,4 +1,4 @@
-"""A run that goes on after the loss of a stage: what a rank brings along, and what all ranks agree on."""
+"""A run that survives the loss of a stage: the state that ranks take along, and their agreement."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from thinwire.training.reporter import Reporter
 
 @dataclass(frozen=True)
 class StepStart:
-    """Where a rank stands at the beginning of a step.
+    """The state of a rank at the beginning of a step.
 
-    step: how many were taken. loader: its place in the data. num_before: micro-batches that the pipeline had. random:
-    the state of the random numbers.
+    Attributes:
+        step: number of steps taken.
+        loader: position in the data.
+        num_before: micro-batches that the pipeline has processed.
+        random: states of the random generators.
     """
 
     step: int
@@ -44,10 +47,14 @@ class StepStart:
 
 @dataclass(frozen=True)
 class Survivor:
-    """What a rank that has outlived another brings along.
+    """The state that a rank takes along after the loss of another rank.
 
-    state: of its optimizer, weights included. weights: whole, by name, where its stage has replicas. norm, copies,
-    recoveries: see PipelineStage.recover. lost_at: when it noticed, as time.monotonic() has it. reporter: rank 0's.
+    Attributes:
+        state: of its optimizer, weights included.
+        weights: whole, by name, if its stage has replicas.
+        norm, copies, recoveries: see PipelineStage.recover.
+        lost_at: when it noticed the loss, on time.monotonic's clock.
+        reporter: rank 0's.
     """
 
     start: StepStart
@@ -61,7 +68,7 @@ class Survivor:
 
     @classmethod
     def of(cls, start: StepStart, engine: Engine, saver: Saver, reporter: Reporter | None) -> Survivor:
-        """Take all of it from a run that can't go on, and leave its process groups."""
+        """Take the state out of a run that can't continue, and leave its process groups."""
         lost_at, pipeline, optimizer = time.monotonic(), engine.stage.pipeline, engine.optimizer
         assert pipeline is not None and pipeline.ends is not None
         # First of all: others need not wait for this rank, nor this one for what may never come.
@@ -82,12 +89,15 @@ class Survivor:
 
 @dataclass(frozen=True)
 class Reunion:
-    """What the ranks of a new incarnation tell each other.
+    """What the ranks of a new incarnation know about each other. Rank s * replicas + r is replica r of stage s.
 
-    Rank s * replicas + r is replica r of stage s. generation: number of the incarnation. there: ranks that have kept
-    their state. start: where all go on: at the step of the one that has come farthest. norms, recoveries: see
-    PipelineStage.recover. behind: stages that have not taken the last update before that, or not on all replicas.
-    why_not: why the run can only go on from a checkpoint; empty: it need not.
+    Attributes:
+        generation: number of the incarnation.
+        there: ranks that have kept their state.
+        start: where all continue: at the step of the most advanced rank.
+        norms, recoveries: see PipelineStage.recover.
+        behind: stages that lack the last update before that, on some or all replicas.
+        why_not: why the run must continue from a checkpoint; empty: it need not.
     """
 
     generation: int
@@ -103,7 +113,7 @@ class Reunion:
 
     @classmethod
     def of(cls, survivor: Survivor | None, generation: int, *, replicas: int, tied: bool) -> Reunion:
-        """Exchange what the ranks bring along; a collective over the default group. tied: see `beyond_recovery`."""
+        """Exchange the ranks' states. tied: see `beyond_recovery`. A collective over the default group."""
         mine = None if survivor is None else (survivor.start, survivor.norm, survivor.recoveries)
         told = of_all_ranks(mine, "what it brings along")
         words = {rank: word for rank, word in enumerate(told) if word is not None}
@@ -126,7 +136,7 @@ class Reunion:
 
     @property
     def copied(self) -> dict[int, int]:
-        """The rank of the same stage whose weights a rank takes, for all that have lost their state and have one."""
+        """For each rank that lost its state, a rank of the same stage whose weights it can copy, if there is one."""
         num_ranks = len(self.norms) * self.replicas
         found = {}
         for rank in set(range(num_ranks)) - set(self.there):
@@ -136,10 +146,10 @@ class Reunion:
         return found
 
     def restore(self, survivor: Survivor | None, engine: Engine, seed_after: Callable[[int], int]) -> int:
-        """Go on: survivors as they were, lost ranks like a replica of their stage, lost stages from their neighbours.
+        """Continue: survivors with their state, lost ranks as copies of a replica, lost stages from their neighbours.
 
-        Returns the steps taken so far. seed_after: of the random numbers, after a step, of a rank that has lost its
-        own. A collective over all ranks.
+        Returns the number of steps taken. seed_after: step -> seed for a rank that lost its random state. A collective
+        over all ranks.
         """
         pipeline, start, optimizer = engine.stage.pipeline, self.start, engine.optimizer
         assert pipeline is not None and start is not None
@@ -164,7 +174,7 @@ class Reunion:
         return start.step
 
     def event(self, how: str, lost_at: float) -> MembershipEvent:
-        """For the metrics file. how: the recovery's name."""
+        """The event for the metrics file. how: name of the recovery."""
         assert self.start is not None
         num_stages, copied = len(self.norms), self.copied
         told = [f"stage {stage} {described(how, sources(how, stage, num_stages))}" for stage in self.lost]
@@ -182,7 +192,7 @@ class Reunion:
 
 
 def described(how: str, stages: Sequence[int]) -> str:
-    """How a stage begins whose layers come from others."""
+    """How a stage begins whose layers come from other stages."""
     if not stages:
         return "begins as a new model's"
     return (
@@ -193,7 +203,7 @@ def described(how: str, stages: Sequence[int]) -> str:
 
 
 def fallback(reunion: Reunion, step: int) -> str:
-    """What a run says that goes on from the checkpoint of a step, 0 for none. Raises ThinwireError where it can't."""
+    """The message of a run that continues from the checkpoint of a step; 0: none. Raises ThinwireError if it can't."""
     if not step and reunion.start is not None:
         raise ThinwireError(f"{reunion.why_not}, and there is no checkpoint to go on from: start anew")
     return f"{reunion.why_not}: the run goes on from " + (f"the checkpoint of step {step}" if step else "its beginning")

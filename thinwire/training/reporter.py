@@ -1,4 +1,4 @@
-"""Rank 0's voice: the metrics file, the trackers, the progress table, and the summary at the end."""
+"""Reports of rank 0: the metrics file, the trackers, the progress table, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.table import Row
 
 
 class Reporter:
-    """Writes and shows what happens; made on rank 0 only. `config` is the resolved one."""
+    """Writes and prints what happens in a run; only on rank 0. `config` is the resolved configuration."""
 
     def __init__(
         self, config: TrainConfig, *, first_step: int, world_size: int, uncompressed_bytes: float, rows: Sequence[Row]
@@ -53,7 +53,7 @@ class Reporter:
         self.trackers.log(record.step, {k: v for k, v in asdict(record).items() if k != "step"})
 
     def membership(self, event: MembershipEvent) -> None:
-        """Record and say that the islands, or stages, which train together have changed."""
+        """Record and print a change of the islands, or stages, that train together."""
         self._write(event)
         noun = event.noun
         changes = [f"{noun} {number} is lost" for number in event.lost]
@@ -65,7 +65,7 @@ class Reporter:
         )
 
     def last_exchange(self, sent_bytes: int, seconds: float) -> None:
-        """Record and say the cost of the islands' last exchange, which happens after the last step."""
+        """Record and print the cost of the islands' last exchange, after the last step."""
         self.last_bytes = sent_bytes
         self.progress.say(
             f"at the end: the mean of the islands' weights, {sent_bytes / 1e6:.3f} MB sent for it in {seconds:.1f} s"
@@ -76,9 +76,9 @@ class Reporter:
         peak_rss_bytes: int, unsaved: str = "", device: str = "cpu", dtype: str = "fp32", peak_allocated_bytes: int = 0,
         sent_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """Write summary.json and report.html, and say where they are.
+        """Write summary.json and report.html, and print where they are.
 
-        Raises UnsavedError where they can't be written, or with `unsaved`: why there is no checkpoint of the end.
+        Raises UnsavedError if they can't be written, or if `unsaved` says why there is no final checkpoint.
         """
         self.close()
         # Islands exchange in few of their steps.
@@ -126,7 +126,7 @@ class Reporter:
             raise UnsavedError("; ".join(problems))
 
     def _write(self, record: StepMetrics | MembershipEvent) -> None:
-        """A full disk stops no training: what it does not take now it may take with the next line."""
+        """Write to the metrics file. A full disk does not stop training: the line is tried again with the next one."""
         try:
             self.metrics.write(record)
             self._is_full = False

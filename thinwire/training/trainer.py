@@ -1,4 +1,4 @@
-"""The training loop, and what a run needs around it: data, checkpoints, the held-out loss, reports."""
+"""The training loop of a run, with its data, checkpoints, held-out loss and reports."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from thinwire.training.reporter import Reporter
 
 
 class Trainer:
-    """Builds what a run needs, takes the steps, measures at the end; `stop` is asked before every update.
+    """Builds what a run needs, takes the steps, and measures at the end. `stop` is called before every update.
 
-    Every rank makes one. generation: above 0 after a loss; survivor: what this rank brings along from before it. Raises
-    ConfigError where ranks disagree about the run.
+    Every rank makes one. generation: above 0 after a loss. survivor: the state that this rank took along. Raises
+    ConfigError if ranks disagree about the run.
     """
 
     def __init__(
@@ -159,17 +159,17 @@ class Trainer:
         self._step_start = self._note_start()
 
     def survivor(self) -> Survivor:
-        """What this rank takes along after the loss of another; the trainer is of no use any more."""
+        """The state that this rank takes along after the loss of another. The trainer can't be used afterwards."""
         assert self._step_start is not None
         return Survivor.of(self._step_start, self.engine, self.saver, self.reporter)
 
     def _note_start(self) -> StepStart | None:
-        """Where the next step begins, for a run that may have to take it again."""
+        """Note the start of the next step, in a run that may have to repeat it."""
         pipeline = self.stage.pipeline
         return StepStart.of(self.step, self.engine) if pipeline is not None and pipeline.ends is not None else None
 
     def _border_row(self, pipeline: PipelineStage) -> Row:
-        """What stages send each other in a step."""
+        """A row about what stages send each other in a step."""
         tokens = torch.empty(self.batch.micro_batch, self.config.seq_len, device="meta")
         sent = pipeline.sent_bytes([(tokens, tokens)] * self.batch.accumulation)
         shown = ", ".join(f"{num / 1e6:.3f}" for num in sent)
@@ -178,7 +178,7 @@ class Trainer:
         return "stages send each other, a step", f"{shown} MB, by rank of a pipeline", why
 
     def _sequence_row(self, sequence: SequenceRanks) -> Row:
-        """What ranks of a sequence send each other in a step."""
+        """A row about what the ranks of a sequence send each other in a step."""
         length = -(-self.config.seq_len // sequence.layout.unit) * sequence.layout.unit
         heads, kv_heads, width, layers = heads_of(self.engine.model)
         tokens = self.batch.micro_batch * self.batch.accumulation * length
@@ -188,7 +188,7 @@ class Trainer:
 
     @property
     def _layout(self) -> dict[str, str]:
-        """How ranks share a sequence or the experts, and what a capacity is of; sums are in another order in each."""
+        """How ranks share a sequence or the experts, and to what a capacity applies; each changes the order of sums."""
         sequence, experts = self.stage.sequence, self.stage.experts
         found = {} if sequence is None else {"sequence": str(sequence.layout)}
         if isinstance(self.model, MoELlama) and self.model.capacity_factor:
@@ -200,11 +200,11 @@ class Trainer:
         return found
 
     def _device_rows(self) -> list[Row]:
-        """What a GPU computes in, which the launcher has left open."""
+        """Rows about what a GPU computes in, which the launcher has left open."""
         return [] if self.device.kind == "cpu" else [("device", self.device.name, f"computes in {self.dtype}")]
 
     def run(self) -> None:
-        """Take the remaining steps, then measure, save and report; ends early where any rank was asked to stop."""
+        """Take the remaining steps, then measure, save and report. Ends early if any rank was asked to stop."""
         stopped, last = "", min(self.config.steps, self.config.stop_at or self.config.steps)
         while self.step < last and not stopped:
             self._take_step()
@@ -253,7 +253,7 @@ class Trainer:
             )  # fmt: skip
 
     def _finish(self) -> None:
-        """Leave the result in the model, and report the cost, which counts for no step."""
+        """Leave the result in the model, and report its cost, which belongs to no single step."""
         start = time.perf_counter()
         self.optimizer.finish()
         traffic = self.optimizer.meter.snapshot()
@@ -262,7 +262,7 @@ class Trainer:
             self.reporter.last_exchange(sent.sent_bytes, time.perf_counter() - start)
 
     def _meet(self, stopped: str) -> str:
-        """All ranks end together, from where the slowest is; why they stopped, empty if they did not."""
+        """Wait for all ranks, at the slowest rank's step. Return why they stopped; empty if they did not."""
         self._finish()
         self.loader.skip_steps(self.optimizer.steps - self.step)
         self.step = self.optimizer.steps
@@ -278,7 +278,7 @@ class Trainer:
             self.reporter.progress.warn(text)
 
     def _arm_faults(self) -> None:
-        """Arm the faults that are meant for this process; a process that was started again has had them."""
+        """Arm the faults for this process; not again in a process that was restarted."""
         if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
             island = self.place.island.number if self.optimizer.has_islands else None
             told = map(faults.parse, self.config.inject)
@@ -286,7 +286,7 @@ class Trainer:
             faults.arm(told, rank=self.place.rank, island=island, stage=stage, announce=self._tell_of_fault)
 
     def _tell_of_fault(self, text: str) -> None:
-        """Show it on the terminal, which rank 0 has; other ranks write it to a file, which the launcher shows."""
+        """Print it on the terminal. Ranks other than 0 write it to a file, which the launcher prints."""
         if self.place.number == 0 and self.reporter is not None:
             self.reporter.progress.warn(text)
             return
@@ -360,11 +360,11 @@ class Trainer:
         self._report_changes()
 
     def _moved_so_far(self) -> TierReading:
-        """What has gone to and from this rank's disk."""
+        """Bytes moved to and from this rank's disk so far."""
         return TierReading() if self.optimizer.tiers is None else self.optimizer.tiers.snapshot()
 
     def _of_pipeline(self) -> dict[str, float]:
-        """The numbers of a pipeline's last step; the first time with a prediction, this is said too."""
+        """The metrics of a pipeline's last step. The first prediction is also printed."""
         pipeline = self.stage.pipeline
         if pipeline is None:
             return {}
@@ -381,7 +381,7 @@ class Trainer:
         return found
 
     def _watch_gradient(self, norm: float) -> None:
-        """Warn of every skipped step; end a run whose gradients stay zero or not finite."""
+        """Warn of every skipped step. End a run whose gradients stay zero or not finite."""
         if self.reporter is not None and not math.isfinite(norm):
             self.reporter.progress.warn(f"step {self.step} skipped on all ranks: a gradient is not finite")
         self._watchdog.note(norm, self.step)
@@ -402,13 +402,13 @@ class Trainer:
         return tokenizer.decode(self.engine.continued(prompt, self.config.sample_tokens))
 
     def _catch_up(self) -> int:
-        """The step after which a run without a checkpoint begins: 0, or the last that a strategy replays from a log."""
+        """The step from which a run without a checkpoint continues: 0, or the last that a strategy replays from a log."""
         step = self.optimizer.catch_up()
         self.loader.skip_steps(step)
         return step
 
     def _save(self) -> None:
-        """Start to write a checkpoint, of replicas that are still the same bits on all ranks."""
+        """Start to write a checkpoint, if replicas still have the same bits on all ranks."""
         self.optimizer.check_replicas()
         snapshot = self.stage.snapshot()
         snapshot.pieces |= {f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.engine.frozen.items()}
@@ -422,7 +422,7 @@ class Trainer:
         self.saver.save(self.step, snapshot, loss=loss if math.isfinite(loss) else None, about=self._about)
 
     def _load(self, saved: Path) -> tuple[int, list[Row]]:
-        """Continue from a checkpoint of any layout: its step, and the load report; `_proof` is what proves it."""
+        """Continue from a checkpoint of any layout. Return its step and the load report; sets `_proof`."""
         source, island = Source(saved, self.place.rank), self.place.island
         position = source.common["trainer"]
         if position["tokens"] != self.digest:
@@ -447,7 +447,7 @@ class Trainer:
         return position["step"], [*source.report(), *random_rows, *origin.rows, proof_row]
 
     def _prepare_proof(self, source: Source, origin: Origin, step: int) -> Row:
-        """What the first loss must be. Islands that are still to be brought to one state are compared before that."""
+        """Decide what the first loss must be. Islands that must still be made equal are compared before that."""
         row: Row = ("resume proof", "none", origin.why_unknown)
         if origin.next_loss is not None:
             self._proof = Proof.of(source, origin.next_loss, self._about["circumstances"])
@@ -466,7 +466,8 @@ class Trainer:
     def _restore_random_state(self, source: Source, step: int, before: int, *, has_own: bool) -> list[Row]:
         """Restore this rank's random state and the buffers; with another number of ranks, seed anew.
 
-        before: the islands that have saved; has_own: whether this was one of them. Returns rows on a GPU's own state.
+        before: number of islands that saved. has_own: whether this island was one of them. Returns rows about a GPU's
+        state.
         """
         place = self.place
         count = place.island.num_islands
@@ -486,7 +487,7 @@ class Trainer:
         return []
 
     def _restore_device_random_state(self, own: dict[str, Any], step: int) -> list[Row]:
-        """Restore a GPU's random state; what was saved by a CPU has none."""
+        """Restore a GPU's random state. A checkpoint from a CPU has none."""
         if self.device.random_state() is None:
             return []
         if "device_rng" in own:
@@ -496,7 +497,7 @@ class Trainer:
         return [("random state of the GPU", "new", "the CPU had none: seeded from --seed, rank and step")]
 
     def _compare_losses(self, loss: float) -> None:
-        """Note the first loss after a save, for a later resume; compare the first loss after a resume."""
+        """Record the first loss after a save, for a later resume. Compare the first loss after a resume."""
         if self.step == self.saver.last_step + 1:
             self._note_next_loss(loss)
         if self._proof is not None:
@@ -506,12 +507,15 @@ class Trainer:
                 self.reporter.progress.say(line)
 
     def _note_next_loss(self, loss: float) -> None:
-        """Note the loss of the step after the last checkpoint, unless it is known or came from another layout."""
+        """Record the loss of the step after the last checkpoint, unless known.
+
+        A checkpoint of another layout has none.
+        """
         if self.saver.last_step != self._known_after and math.isfinite(loss):
             self.saver.note_next_loss(loss)
 
     def _warn_of_saves(self) -> list[str]:
-        """Warn of checkpoints that could not be written, and say why; training goes on."""
+        """Print checkpoints that could not be written, and why; training continues."""
         problems = self.saver.problems()
         for problem in problems:
             if self.reporter is not None:

@@ -53,7 +53,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def state_kinds(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """The state that `optimizer` holds for each parameter after a step: for each kind, an example of a few elements."""
+    """For each parameter, the state that `optimizer` holds after a step: by kind, an example of a few elements."""
     if isinstance(optimizer, SummingOptimizer):
         return [optimizer.kinds(param) for param in params]
     groups = optimizer.param_groups

@@ -402,7 +402,7 @@ class Trainer:
         return tokenizer.decode(self.engine.continued(prompt, self.config.sample_tokens))
 
     def _catch_up(self) -> int:
-        """The step from which a run without a checkpoint continues: 0, or the last one replayed from a strategy's log."""
+        """Step from which a run without a checkpoint continues: 0, or the last that a strategy replays from its log."""
         step = self.optimizer.catch_up()
         self.loader.skip_steps(step)
         return step

@@ -57,7 +57,7 @@ class WeightsOnDisk(Weights):
         self._contexts.pop().__exit__(None, None, None)
 
     def _watch(self, units: list[LiveUnit], output: object) -> None:
-        """Load the weights when the module's backward begins: recomputation saves tensors without calling `pack`."""
+        """Load the weights when the module's backward begins: recomputation saves tensors without our hooks."""
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:

@@ -587,7 +587,7 @@ def axis_problems(axis: str, options: Sequence[object], mesh: DeviceMesh, with_a
     beside = {"sequence": {"expert"}, "pipeline": {"tensor", "island"}}
     served = {axis, "data", *beside.get(axis, ())}
     if other := next((name for name in names if name in AXES and name not in served), None):
-        yield f"a {axis} axis beside {other}: not served; nearest: {axis} and data alone"
+        yield f"a {axis} axis beside {other}: not supported; nearest: {axis} and data alone"
 
 
 def pipeline_problems(
@@ -658,7 +658,7 @@ def expert_problems(
     if len(options) > 1:
         problems.messages.append("the expert axis takes one ExpertParallel")
     if beside := sorted({"island", "pipeline", "tensor"} & sizes.keys()):
-        problems.messages.append(f"an expert axis beside {beside[0]}: not served; nearest: expert and data alone")
+        problems.messages.append(f"an expert axis beside {beside[0]}: not supported; nearest: expert and data alone")
     with problems.collect():
         check_experts(model, with_ranks((*options, ExpertParallel())[0], mesh), sizes["expert"])
     if method is not None:

@@ -219,7 +219,7 @@ def test_a_network_learns_at_four_bits_while_deltas_travel(run: list[dict[str, A
 
 
 def test_ranks_must_agree_on_options(run: list[dict[str, Any]]) -> None:
-    assert all("rank 1 asks for other options than rank 0" in result["refusal"] for result in run)
+    assert all("rank 1 has other options than rank 0" in result["refusal"] for result in run)
 
 
 def one_rank_dies(rank: int, world_size: int) -> str:

@@ -232,7 +232,7 @@ def test_torchs_own() -> None:
     ("options", "words"),
     [
         ({"impl": "tile"}, "did you mean 'tiles'"),
-        ({"impl": "fused", "filter_c": "drop"}, "does not serve filters; nearest: impl 'tiles'"),
+        ({"impl": "fused", "filter_c": "drop"}, "does not support filters; nearest: impl 'tiles'"),
         ({"filter_e": "biased"}, "no such filter"),
         ({"softcap": 0.0}, "must be above 0"),
         ({"impl": "cce", "accumulation": "kahan"}, "has its own accumulation"),

@@ -262,7 +262,7 @@ def drifting(rank: int, world_size: int) -> tuple[str, str]:
 def test_replicas_that_drift_and_ranks_that_disagree_are_named() -> None:
     for drift, options in run_workers(drifting, 2):
         assert drift == "4 after step 4 the weights of rank(s) [1] differ from rank 0's"
-        assert "rank 1 asks for other options than rank 0" in options and "samples=" in options
+        assert "rank 1 has other options than rank 0" in options and "samples=" in options
 
 
 def left_alone(rank: int, world_size: int, file: str) -> str:

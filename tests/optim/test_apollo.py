@@ -325,9 +325,9 @@ def test_the_state_of_a_large_matrix() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"matrices": "wides"}, "apollo matrices 'wides': found in the name of no parameter of two dim.*nearest: wide"),
+        ({"matrices": "wides"}, "apollo matrices 'wides': matches the name of no two-dim.*nearest: wide"),
         ({"matrices": "bias"}, "nearest: wide, tall, table"),
-        ({"matrices": "("}, "no regular expression"),
+        ({"matrices": "("}, "not a regular expression"),
         ({"rank": 25}, "apollo rank 25: must be at most 24, the elements of a channel of 'wide', 24x50; nearest: 24"),
         ({"rank": 0}, "apollo rank 0: must be at least 1"),
         ({"channels": "row"}, "channels row: must be one of larger and rows; did you mean 'rows'"),

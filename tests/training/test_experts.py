@@ -73,7 +73,7 @@ def test_rounded_rows_resume_bit_for_bit_and_are_exact_on_one_process(runs: dict
     assert "experts dispatch int8: int8/64 (groups end where a row ends)" in whole["printed"]
     exact = runs["alone"]["losses"]
     assert whole["losses"] == pytest.approx(exact, rel=0.05) and whole["losses"] != pytest.approx(exact, rel=1e-6)
-    assert "codecs round otherwise" in one["printed"] and "resume proven" in one["printed"]
+    assert "codecs round differently" in one["printed"] and "resume proven" in one["printed"]
     assert one["losses"] == pytest.approx(whole["losses"], rel=0.05)
 
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
         ("--workers 4 --experts.parallel auto --mesh data=4", "finds the expert axis: leave --mesh out"),
         ("--workers 4 --experts.parallel automatic", "must be a whole number or auto, such as 1"),
         ("--workers 4 --experts.parallel 2 --stages 2", "one run can't have both; nearest: --stages 1"),
-        ("--workers 4 --mesh data=1,expert=2,tensor=2", "on a tensor axis: not served"),
+        ("--workers 4 --mesh data=1,expert=2,tensor=2", "on a tensor axis: not supported"),
         ("--workers 2 --experts.parallel 2 --model tiny", "nearest: a mixture such as moe-demo"),
     ],
 )

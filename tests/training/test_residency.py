@@ -26,7 +26,7 @@ from thinwire.run.run import Run
         (["--memory", "2gb", "--strategy", "ddp"], "ddp keeps all it has in memory; nearest that does not: sdp4bit"),
         (["--memory", "2gb", "--optimizer", "muon"], "muon looks across matrices"),
         (["--memory", "2gb", "--residency.memory", "3gb"], "--memory 2gb and --residency.memory 3gb: give one"),
-        (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not served"),
+        (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not supported"),
     ],
 )
 def test_what_can_not_be_is_refused(tmp_path: Path, words: list[str], told: str) -> None:

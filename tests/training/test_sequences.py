@@ -66,7 +66,7 @@ def test_rounded_sequences_resume_bit_for_bit(runs: dict[str, dict[str, Any]]) -
         ("--workers 4 --sequence.parallel 3", "must divide the 4 ranks; nearest: --sequence.parallel 2"),
         ("--workers 4 --sequence.parallel 2 --stages 2", "can't have both; nearest: --stages 1, or --sequence"),
         ("--workers 4 --mesh data=2,sequence=2 --sequence.parallel 4", "give one of them"),
-        ("--workers 4 --mesh data=1,sequence=2,tensor=2", "not served; nearest: data alone"),
+        ("--workers 4 --mesh data=1,sequence=2,tensor=2", "not supported; nearest: data alone"),
         (
             "--workers 2 --sequence.parallel 2 --sequence.wire int4/64:stochastic",
             "not at random; nearest: 'int4/64:nearest', or 'exact'",

@@ -1,4 +1,4 @@
-"""The expert parallelism of transformers: its mixtures send the rows of their experts by thinwire."""
+"""Expert parallelism in transformers: its mixtures send the rows of their experts through thinwire."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ except ImportError as error:
 
 
 class TransformersExperts:
-    """What brings rows to the experts of transformers' mixtures; made by `register_experts`.
+    """Brings rows to the experts of transformers' mixtures; made by `register_experts`.
 
     Attributes:
-        meter: of all layers: "dispatch", "combine" and their gradients.
+        meter: counts "dispatch", "combine" and their gradients, of all layers.
     """
 
     def __init__(self, options: ExpertParallel, local_size: int | None, seed: int, timeout_s: float) -> None:
@@ -42,7 +42,10 @@ class TransformersExperts:
         self._comms: dict[tuple[int, ...], Communicator] = {}
 
     def __call__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> RowsToExperts:
-        """For one layer; transformers calls it on all ranks. Raises ConfigError for what does not fit the model."""
+        """Called by transformers on all ranks, once for each layer.
+
+        Raises ConfigError for options that don't fit the model.
+        """
         if tp_mesh.size() > 1:
             raise ConfigError(
                 f"ep_implementation {NAME!r} with tp_size {tp_mesh.size()}: each rank needs a batch of its own; "
@@ -72,7 +75,7 @@ class TransformersExperts:
 
 
 class RowsToExperts(EPImplementation):
-    """One layer: each token's rows go to the ranks of its experts and back, where its weights are applied."""
+    """One layer: sends each token's rows to the ranks of its experts and back, then weights the results."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, wire: ExpertWire) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -85,7 +88,7 @@ class RowsToExperts(EPImplementation):
         return order.decode(rows * top_k_weights.flatten()[order.choices, None].to(rows.dtype), len(hidden_states))
 
     def _work(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What this rank's experts make of rows that are sorted by expert."""
+        """The outputs of this rank's experts for rows that are sorted by expert."""
         num_rows = len(rows)
         numbers = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
         if not num_rows:
@@ -99,15 +102,19 @@ def register_experts(
     options: ExpertParallel | None = None, *, local_size: int | None = None, seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> TransformersExperts:  # fmt: skip
-    """Let transformers send rows by thinwire: `DistributedConfig(ep_size=4, ep_implementation="thinwire")`.
+    """Let transformers send rows through thinwire: `DistributedConfig(ep_size=4, ep_implementation="thinwire")`.
+
+    Call it before the model is loaded.
 
     Args:
-        options: codecs, chunks, and the route linear or 2dh. How many ranks hold the experts is what `ep_size` says.
-        local_size: ranks of a node; None: found from the launcher or host names.
-        seed: of what the codecs draw. timeout_s: see Communicator.
+        options: codecs, chunks, and the route: linear or 2dh. `ep_size` sets the number of ranks that share the
+            experts.
+        local_size: ranks per node; None: found from the launcher or host names.
+        seed: of the codecs' randomness.
+        timeout_s: see Communicator.
 
-    Call it before the model is loaded. Raises ConfigError for a transformers without a registry of expert parallelism,
-    and for options that are for thinwire's own mixtures.
+    Raises ConfigError for a version of transformers without a registry of expert parallelism, and for options that only
+    thinwire's own mixtures have.
     """
     if missing is not None:
         raise ConfigError(f"expert parallelism of transformers needs transformers 5.23: {missing}")

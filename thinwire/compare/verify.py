@@ -1,4 +1,4 @@
-"""`thinwire plan` as a command: plan, and, if asked, race the best ways and hold the plan to its word."""
+"""`thinwire plan` as a command: plan, then, if asked, race the best candidates and compare with the predictions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TERMS = {
 
 
 def run_plan(args: Sequence[str]) -> int:
-    """Plan, print what was found, and write it. Raises ConfigError with all errors at once."""
+    """Plan, print the result, and write it. Raises ConfigError with all errors at once."""
     problems = Problems()
     config = read_plan_line(args, problems)
     # Nobody who asks for --help waits for torch.
@@ -46,10 +46,10 @@ def run_plan(args: Sequence[str]) -> int:
 
 
 def verified(config: PlanConfig, found: TrainingPlan) -> TrainingPlan:
-    """Race the fastest ways in the lab; the plan with the one in front that was the fastest.
+    """Race the fastest candidates in the lab. Return the plan with the measured winner in front.
 
-    Prints predicted beside measured. Raises ConfigError where the lab can't be made, StoppedError after a signal,
-    ThinwireError where no way ran to its end.
+    Prints predictions beside measurements. Raises ConfigError if the lab can't be made, StoppedError after a signal,
+    ThinwireError if no candidate ran to its end.
     """
     from thinwire.compare.options import RaceConfig
     from thinwire.compare.run import race
@@ -87,7 +87,7 @@ def verified(config: PlanConfig, found: TrainingPlan) -> TrainingPlan:
 
 
 def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
-    """A way to train, as a race knows it."""
+    """A candidate as a contestant of a race."""
     from thinwire.compare.contestants import PREFIX, Contestant
 
     candidate = way.candidate
@@ -102,7 +102,7 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
 
 
 def lab_of(machine: Machine) -> LabSpec:
-    """A network with the links of a machine: the fastest rate, and nodes and pairs of nodes that are slower."""
+    """A lab network with the links of a machine: the fastest rate for all, and the nodes and pairs that are slower."""
     from thinwire.lab import LabSpec
 
     network, size = machine.network, machine.local_size
@@ -122,12 +122,12 @@ def lab_of(machine: Machine) -> LabSpec:
 
 
 def _text(rate: float) -> str:
-    """The rate, as text, of a link that lets so many bytes of messages pass per second."""
+    """As text, the rate of a link that carries this many bytes of messages per second."""
     return f"{8e-3 * rate:.0f}kbit"
 
 
 def show(contestants: Sequence[Contestant], ways: Sequence[Priced], result: Result) -> None:
-    """Print each way's parts of a step, predicted and measured."""
+    """Print the parts of each candidate's step, predicted and measured."""
     from rich.console import Console
     from rich.table import Table
 
@@ -149,7 +149,7 @@ def show(contestants: Sequence[Contestant], ways: Sequence[Priced], result: Resu
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float | None]) -> Iterator[tuple[str, ...]]:
-    """(part, predicted, measured, error) of each part that both know."""
+    """Yield (part, predicted, measured, error) for each part that both have."""
     from thinwire.report.page import value_text
     from thinwire.report.units import percent_text
 

@@ -1,4 +1,4 @@
-"""A trained model that another is made from: a run's last checkpoint, or a folder of transformers."""
+"""The trained model from which another is made: a run's last checkpoint, or a folder of transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST, MICRO_BATCH = 256, 4
 
 
 class ModelOrigin(Protocol):
-    """A trained model. settings: of its config.json. tokenizer: of its text. seq_len: of sequences to try it on."""
+    """A trained model. settings: its config.json. tokenizer: of its text. seq_len: of sequences to test it with."""
 
     @property
     def settings(self) -> Mapping[str, Any]: ...
@@ -34,7 +34,7 @@ class ModelOrigin(Protocol):
     def seq_len(self) -> int: ...
 
     def names(self) -> Iterable[str]:
-        """Names of its tensors, as a folder of transformers has them; one that is shared has one name."""
+        """Names of its tensors, as in a folder of transformers; a shared tensor has one name."""
         ...
 
     def tensor(self, name: str) -> Tensor:

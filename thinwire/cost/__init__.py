@@ -1,4 +1,4 @@
-"""What a step would cost, as arithmetic; no process, no tensor."""
+"""The cost of a step, as arithmetic: needs no process and no tensor."""
 
 from thinwire.cost.clock import Clock, Cores
 from thinwire.cost.graph import Drawing, GraphJob, Message, StepGraph, Task, Work

@@ -1,4 +1,4 @@
-"""One clock for all that is simulated: work on cores that ranks share, and messages on links that they share."""
+"""One clock for everything that is simulated: work on cores that ranks share, and messages on links that they share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cores:
-    """The cores that ranks compute on.
+    """The cores on which ranks compute.
 
-    hosts: the machine of each rank; several may be emulated on one. num: cores of each machine. contention: how much
-    slower work gets where other cores of the machine are busy too, as a part of its time: memory and caches are shared.
     Work of n threads on c cores takes max(1, n / c) (1 + contention (min(n, c) - 1) / (c - 1)) times as long as alone.
-    Raises ConfigError for a machine without cores, or a negative contention.
+
+    Attributes:
+        hosts: the machine of each rank; several nodes may be emulated on one.
+        num: number of cores of each machine.
+        contention: slowdown while all cores of the machine are busy, as a share of the time: memory and caches are
+            shared.
+
+    Raises ConfigError for a machine without cores, and for a negative contention.
     """
 
     hosts: tuple[int, ...]
@@ -35,7 +40,7 @@ class Cores:
             raise ConfigError(f"contention {self.contention:g}: at least 0")
 
     def slowdown(self, host: int, threads: float) -> float:
-        """How many times as long as alone work takes while so many threads compute on the machine."""
+        """The factor by which work takes longer than alone while `threads` threads compute on the machine."""
         num = self.num[host]
         if threads <= 1 or num == math.inf:
             return 1.0
@@ -54,14 +59,14 @@ class _Work(Generic[T]):
 
 @dataclass
 class _Host(Generic[T]):
-    """A machine's cores. slowdown: of all that runs there now."""
+    """A machine's cores. slowdown: of everything that runs there now."""
 
     running: list[_Work[T]] = field(default_factory=list)
     slowdown: float = 1.0
 
 
 class Clock(Generic[T]):
-    """What is under way: work that ends, messages that arrive. Times never go back.
+    """Work and messages under way. Time never goes back.
 
     cores: None: every rank has cores of its own.
     """
@@ -76,7 +81,7 @@ class Clock(Generic[T]):
         self._numbers = itertools.count()
 
     def work(self, rank: int, seconds: float, what: T, threads: float = 1.0) -> None:
-        """Begin work that takes so many seconds of this rank's threads when nothing else runs on its machine."""
+        """Begin work that takes `seconds` of this rank's threads if nothing else runs on its machine."""
         number, work = self.cores.hosts[rank], _Work(what, threads, seconds, self.now_s)
         host = self._hosts[number]
         host.running.append(work)
@@ -89,14 +94,14 @@ class Clock(Generic[T]):
         self._traffic.send(pair, num_bytes, what)
 
     def next_s(self) -> float:
-        """When something happens next; infinity if nothing is under way."""
+        """When the next event happens; infinity if nothing is under way."""
         while self._ends and self._ends[0][0] != self._ends[0][2].end_s:
             # It was expected anew since.
             heapq.heappop(self._ends)
         return min(self._ends[0][0] if self._ends else math.inf, self._traffic.next_s())
 
     def advance(self) -> tuple[list[T], list[T]]:
-        """Go on to what happens next: the messages that have arrived by then, and the work that has ended."""
+        """Advance to the next event. Return the messages that have arrived by then, and the work that has ended."""
         self.now_s = self.next_s()
         arrived, ended = self._traffic.advance(self.now_s), list[_Work[T]]()
         while self._ends and self._ends[0][0] <= self.now_s:
@@ -110,11 +115,11 @@ class Clock(Generic[T]):
         return arrived, [work.what for work in ended]
 
     def landed(self) -> list[T]:
-        """What was sent since and takes no time to travel."""
+        """The messages sent since that take no time to travel."""
         return self._traffic.advance(self.now_s)
 
     def _change(self, number: int) -> None:
-        """Expect the ends of what runs on a machine anew if it runs at another speed from now on."""
+        """Compute the ends of a machine's work again if its speed has changed."""
         host = self._hosts[number]
         slowdown = self.cores.slowdown(number, sum(work.threads for work in host.running))
         if slowdown == host.slowdown:

@@ -1,4 +1,4 @@
-"""Closed forms of a pipeline's step: what Pipette and AMP take it to last, and what a schedule leaves idle."""
+"""Closed forms of a pipeline's step: its time according to Pipette and AMP, and a schedule's idle time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def pipette_s(
 ) -> float:
     """Seconds of a 1F1B step: (m/p) (T_pp + p C) + (p - 1) C + T_dp; for m < p: T_pp + p C + (m - 1) C + T_dp.
 
-    Each group of p micro-batches makes a trip through all stages and back, which 1F1B does not hide. m/p is not
-    rounded down, as the released code has it: that leaves the last group out. Between stages that all cost the same the
-    simulated step is longer by 2 (p - 2) messages, which the form does not know of.
+    Each group of p micro-batches makes a trip through all stages and back, which 1F1B does not hide. m/p is not rounded
+    down, as it is in the released code, which leaves the last group out. For equal stages the simulated step is longer
+    by 2 (p - 2) messages, which this form ignores.
 
     Args:
         compute_s: C, forward and backward of one micro-batch on the slowest stage.
         trip_s: T_pp, of all messages of a micro-batch, there and back; see `trip_s`.
-        exchange_s: T_dp, of what replicas send each other.
+        exchange_s: T_dp, of the replicas' messages.
 
     Source: "Pipette" (DATE 2024), section IV.
     """
@@ -31,9 +31,9 @@ def pipette_s(
 
 
 def amp_s(num_stages: int, num_micro_batches: int, compute_s: float, trip_s: float, exchange_s: float = 0.0) -> float:
-    """The same by AMP, which counts one trip: (m - 1) C + T_pp + p C + T_dp.
+    """The same according to AMP, which counts one trip: (m - 1) C + T_pp + p C + T_dp.
 
-    Source: Li et al., "AMP" (NeurIPS 2022), section 4; as Pipette quotes it.
+    Source: Li et al., "AMP" (NeurIPS 2022), section 4, as quoted by Pipette.
     """
     return (num_micro_batches - 1) * compute_s + trip_s + num_stages * compute_s + exchange_s
 
@@ -51,7 +51,7 @@ def trip_s(ranks: Sequence[int], network: Network, forward_bytes: float, backwar
 
 
 def ring_s(ranks: Sequence[int], network: Network, num_bytes: float) -> float:
-    """T_dp: 2 (n - 1) / n of the bytes over the slowest link of a ring, and as many delays as it has turns."""
+    """T_dp: 2 (n - 1) / n of the bytes over the slowest link of a ring, plus one delay for each turn."""
     n = len(ranks)
     if n < 2:
         return 0.0
@@ -62,7 +62,7 @@ def ring_s(ranks: Sequence[int], network: Network, num_bytes: float) -> float:
 
 
 def layer_parameters(hidden: int) -> int:
-    """Weights of a plain transformer's layer: 12 h^2, four of attention and eight of an MLP four times as wide.
+    """Number of weights in a plain transformer layer: 12 h^2, four of attention and eight of an MLP four times as wide.
 
     Pipette's released code has 16 h^2, which makes messages of gradients a third too long.
     """

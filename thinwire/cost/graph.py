@@ -1,4 +1,4 @@
-"""A training step as a graph: work, messages, and what must come before what; no machine yet."""
+"""A training step as a graph: work, messages, and their order; independent of a machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CARRY, ROUND = "carry", "round"
 
 @dataclass(frozen=True)
 class Work:
-    """So much of one kind of work, such as bytes of packets in "encode int4/64", or operations in "layer 256 fp32"."""
+    """An amount of one kind of work, such as bytes of packets in "encode int4/64" or operations in "layer 256 fp32"."""
 
     kind: str
     amount: float
@@ -19,7 +19,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Message:
-    """Payload to another rank. operation, level: as the meter calls them."""
+    """Payload for another rank. operation, level: names in the meter."""
 
     target: int
     num_bytes: float
@@ -29,7 +29,7 @@ class Message:
 
 @dataclass(frozen=True)
 class GraphJob:
-    """A collective on one rank, submitted after some tasks; a rank starts its jobs in the order of the graph."""
+    """A collective on one rank, submitted after some tasks. A rank starts its jobs in the order of the graph."""
 
     rank: int
     after: tuple[int, ...] = ()
@@ -37,11 +37,11 @@ class GraphJob:
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank does once the tasks `after` have ended.
+    """Work or a message of a rank, which begins when the tasks `after` have ended.
 
-    jobs: numbers of the jobs that must have started, of which it is a part: its own, and of a message the receiver's
-    too, for nothing leaves before it is awaited. Work of a job is for the communication thread, CARRY for the network's
-    own, other work for the training thread; each thread does one task at a time, the first in the graph first.
+    jobs: numbers of the jobs that must have started: the task's own and, for a message, also the receiver's, because
+    nothing is sent before its receiver is ready. The communication thread does the work of jobs, the network's thread
+    does CARRY, and the training thread all other work. Each thread does one task at a time, in the order of the graph.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One step of all ranks. slots: jobs of a rank that may be under way at once."""
+    """One step of all ranks. slots: largest number of a rank's jobs under way at once."""
 
     num_ranks: int
     tasks: tuple[Task, ...]
@@ -69,7 +69,7 @@ class StepGraph:
 
 
 class Drawing:
-    """A graph in the making."""
+    """A graph under construction."""
 
     def __init__(self, num_ranks: int, slots: int = 4) -> None:
         self.num_ranks, self.slots = num_ranks, slots
@@ -79,15 +79,15 @@ class Drawing:
     def task(
         self, rank: int, does: Work | Message, after: tuple[int, ...] = (), jobs: tuple[int, ...] = ()
     ) -> tuple[int, ...]:
-        """Add a task; its number, alone in a tuple. A task may only come after tasks that are there already."""
+        """Add a task. Return its number in a tuple. A task may only come after existing tasks."""
         self.tasks.append(Task(rank, does, after, jobs))
         return (len(self.tasks) - 1,)
 
     def job(self, rank: int, after: tuple[int, ...]) -> int:
-        """Add a job; its number."""
+        """Add a job. Return its number."""
         self.jobs.append(GraphJob(rank, after))
         return len(self.jobs) - 1
 
     def done(self) -> StepGraph:
-        """What has been drawn."""
+        """The finished graph."""
         return StepGraph(self.num_ranks, tuple(self.tasks), tuple(self.jobs), self.slots)

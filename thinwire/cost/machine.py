@@ -1,4 +1,4 @@
-"""What some ranks and the links between them can do: measured, or stated."""
+"""Ranks and the links between them, with their rates, measured or stated."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ class Machine:
 
     Args:
         names: of each rank's node, to tell machines apart.
-        network: between the ranks, in bytes per second, of one pair alone. share: what is left of those rates while
-            all ranks send to all others at once, over what sharing ports fairly would leave.
-        cores: that the ranks compute on. threads: of each rank's training thread.
-        rates: amount per second of each kind of Work on one rank alone; of layers, such as "layer 256 fp32", in
+        network: between the ranks, in bytes per second, of one pair alone.
+        share: rate that is left while all ranks send to all others at once, divided by the rate with fairly shared
+            ports.
+        cores: on which the ranks compute.
+        threads: of each rank's training thread.
+        rates: amount per second of each kind of Work on one rank alone; layers, such as "layer 256 fp32", in
             floating-point operations.
-        speeds: of each rank, over the mean.
-        memory_bytes: of one rank; base_bytes: what a process holds before it has a model.
+        speeds: of each rank, divided by the mean.
+        memory_bytes: of one rank.
+        base_bytes: memory of a process before it has a model.
         disk: bytes per second written and read.
-        measured_at: date and time. device: what computes.
+        measured_at: date and time.
+        device: the device that computes.
     """
 
     names: tuple[str, ...]
@@ -51,7 +55,7 @@ class Machine:
 
     @property
     def local_size(self) -> int:
-        """Ranks on each node. Raises ConfigError for nodes of unequal size."""
+        """Ranks per node. Raises ConfigError for nodes of unequal size."""
         sizes = {self.network.nodes.count(node) for node in set(self.network.nodes)}
         if len(sizes) > 1:
             raise ConfigError(f"nodes with {sorted(sizes)} ranks: all must have as many")
@@ -59,12 +63,12 @@ class Machine:
 
     @property
     def fabric(self) -> Network:
-        """The network as it is while all ranks send."""
+        """The network while all ranks send."""
         rates = tuple(tuple(rate * self.share for rate in row) for row in self.network.rates)
         return replace(self.network, rates=rates)
 
     def seconds(self, rank: int, work: Work) -> float:
-        """How long one rank alone works. Raises ConfigError for a kind of work that was not measured."""
+        """Seconds that one rank alone takes. Raises ConfigError for a kind of work that was not measured."""
         if not work.amount:
             return 0.0
         if work.kind not in self.rates:
@@ -72,7 +76,7 @@ class Machine:
         return work.amount / (self.rates[work.kind] * (self.speeds[rank] if self.speeds else 1.0))
 
     def layer(self, width: int, dtype: str) -> str:
-        """The kind of work of a transformer's layers, of the measured width that is nearest. Raises ConfigError."""
+        """The kind of work of a transformer's layers, of the nearest measured width. Raises ConfigError."""
         widths = [int(kind.split()[1]) for kind in self.rates if kind.startswith("layer ") and kind.endswith(dtype)]
         if not widths:
             raise ConfigError(f"layers in {dtype} were not measured on this machine; calibrate it anew")
@@ -80,7 +84,7 @@ class Machine:
         return f"layer {nearest} {dtype}"
 
     def part(self, ranks: Sequence[int]) -> Machine:
-        """Some of the ranks, in this order; the cores of their machines are those that they share evenly."""
+        """Some of the ranks, in this order, each with an even share of its machine's cores."""
         hosts = [self.cores.hosts[rank] for rank in ranks]
         left = list(dict.fromkeys(hosts))
         num = tuple(self.cores.num[host] * hosts.count(host) / self.cores.hosts.count(host) for host in left)
@@ -103,7 +107,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        """Raises ConfigError for a text that is no machine."""
+        """The machine in a text. Raises ConfigError for any other text."""
         try:
             values = _infinite(json.loads(text))
             values["network"] = Network(**values["network"])
@@ -123,7 +127,7 @@ class Machine:
 
 
 def _finite(value: Any) -> Any:
-    """Lists and dictionaries, with infinity as null."""
+    """The value with lists and dictionaries, and null in place of infinity."""
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
@@ -132,7 +136,7 @@ def _finite(value: Any) -> Any:
 
 
 def _infinite(value: Any) -> Any:
-    """Tuples and dictionaries, with null as infinity."""
+    """The value with tuples and dictionaries, and infinity in place of null."""
     if isinstance(value, dict):
         return {key: _infinite(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Messages on links that share ports: when does each of them arrive?"""
+"""Messages on links that share ports, and when each of them arrives."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ Port = tuple[str, int]
 
 @dataclass(frozen=True)
 class Network:
-    """What ranks can send to each other, in bytes per second, and how long a byte is on its way.
+    """The rates between ranks, in bytes per second, and the delay of a byte.
 
-    nodes: the node of each rank. rates, delays_s: [from][to], of one message that is alone; the diagonal is not read.
-    The ranks of a node share one uplink and one downlink, as fast as the fastest pair that crosses it. Links are full
-    duplex: what is sent does not slow what is received. Ranks of one node reach each other without them.
-    burst_s: what limits a rate is a token bucket, which holds this many seconds of it: after a rest that long the first
-    rate * burst_s bytes pass at once. Limits of cloud networks, of routers and of the lab are such buckets.
-    Raises ConfigError for a rate that is not above 0, a negative delay or burst, or a table of another size.
+    The ranks of a node share one uplink and one downlink, as fast as the fastest pair that uses it. Links are full
+    duplex: sending does not slow receiving. Ranks of one node reach each other without them.
+
+    Attributes:
+        nodes: the node of each rank.
+        rates, delays_s: [from][to], of one message alone; the diagonal is not read.
+        burst_s: rates are limited by token buckets, which hold this many seconds of the rate: after that much rest, the
+            first rate * burst_s bytes pass at once. Cloud networks, routers and the lab limit rates in this way.
+
+    Raises ConfigError for a rate that is not above 0, a negative delay or burst, and a table of another size.
     """
 
     nodes: tuple[int, ...]
@@ -56,13 +60,16 @@ class Network:
         cls, num_ranks: int, rate: float = math.inf, delay_s: float = 0.0, *, local_size: int = 1,
         local_rate: float = math.inf, burst_s: float = 0.0,
     ) -> Network:  # fmt: skip
-        """Nodes of local_size ranks, all as far from each other; inside a node nothing is delayed."""
+        """Nodes of local_size ranks at equal distances. Inside a node nothing is delayed."""
         nodes = tuple(rank // local_size for rank in range(num_ranks))
         rates = tuple(tuple(local_rate if a == b else rate for b in nodes) for a in nodes)
         return cls(nodes, rates, tuple(tuple(0.0 if a == b else delay_s for b in nodes) for a in nodes), burst_s)
 
     def ports(self, pair: Pair) -> list[Port]:
-        """What a message shares with others: its sender's uplink, its receiver's downlink; nothing inside a node."""
+        """The ports that a message shares with others: its sender's uplink, its receiver's downlink.
+
+        None inside a node.
+        """
         source, target = (self.nodes[rank] for rank in pair)
         return [("up", source), ("down", target)] if source != target else []
 
@@ -83,10 +90,11 @@ class _Message(Generic[T]):
 
 @dataclass
 class Traffic(Generic[T]):
-    """Messages under way on a network's clock.
+    """Messages under way in a network.
 
-    The messages of one pair of ranks follow each other; those of different pairs share ports max-min fairly, as
-    connections do: the slowest share is as large as it can be, then the next. Times never go back.
+    The messages of one pair of ranks follow each other. Those of different pairs share ports max-min fairly, as
+    connections
+    do: the slowest share is as large as possible, then the next. Time never goes back.
     """
 
     network: Network
@@ -109,11 +117,11 @@ class Traffic(Generic[T]):
         self._next = None
 
     def next_s(self) -> float:
-        """When something changes next if nothing more is sent; infinity if nothing is under way."""
+        """When the next change happens if nothing more is sent; infinity if nothing is under way."""
         return min([self._departure()[0], *(arrival for arrival, _, _ in self._landing)], default=math.inf)
 
     def advance(self, to_s: float) -> list[T]:
-        """Go on to a time; what has arrived by then, in order of arrival."""
+        """Advance to a time. Return the messages that have arrived by then, in order of arrival."""
         while True:
             departure_s, pair, rates = self._departure()
             if departure_s > to_s or pair is None:
@@ -141,12 +149,12 @@ class Traffic(Generic[T]):
         self.now_s = max(self.now_s, to_s)
 
     def _burst(self) -> None:
-        """Let the first message of each pair take what the buckets on its way have."""
+        """Let the first message of each pair use the buckets on its way."""
         for pair, queue in self._queues.items():
             queue[0].left_bytes -= self._buckets.take(pair, queue[0].left_bytes)
 
     def _departure(self) -> tuple[float, Pair | None, dict[Pair, float]]:
-        """When the next message has left its sender, which pair's, and at which rates all are sent until then."""
+        """When the next message has left its sender, which pair's it is, and the rates of all pairs until then."""
         if self._next is None:
             pairs = tuple(self._queues)
             if pairs not in self._rates_of:
@@ -158,7 +166,7 @@ class Traffic(Generic[T]):
 
 
 class _Buckets:
-    """The token buckets of a network, full at first: one of each port, and one of each pair that crosses ports."""
+    """The token buckets of a network, full at first: one for each port, and one for each pair that uses ports."""
 
     def __init__(self, network: Network, port_rates: dict[Port, float]) -> None:
         crossing = {pair: ports for pair in network.pairs if (ports := network.ports(pair))} if network.burst_s else {}
@@ -179,7 +187,7 @@ class _Buckets:
         return taken
 
     def fill(self, seconds: float, sending: dict[Pair, float]) -> None:
-        """Let time pass while pairs send at these rates: what a rate leaves unused fills its bucket."""
+        """Let time pass while pairs send at these rates; the unused part of a rate fills its bucket."""
         if seconds <= 0 or not self.size_s:
             return
         used: Counter[Port | Pair] = Counter()
@@ -191,7 +199,7 @@ class _Buckets:
 
 
 def fair_rates(network: Network, port_rates: dict[Port, float], pairs: Sequence[Pair]) -> dict[Pair, float]:
-    """Bytes per second of each pair that sends: the max-min fair shares of the ports, at most the pair's own rate."""
+    """Bytes per second of each sending pair: the max-min fair shares of the ports, at most the pair's own rate."""
     left, rates, unsettled = dict(port_rates), {}, list(pairs)
     while unsettled:
         users = Counter(port for pair in unsettled for port in network.ports(pair))

@@ -1,4 +1,4 @@
-"""A step on a machine: when each task of its graph would begin and end."""
+"""Simulates a step on a machine: when each task of its graph begins and ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAINING, COMMUNICATION, NETWORK = "training", "communication", "network"
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each task of a graph began and ended, in seconds."""
+    """When each task of a graph begins and ends, in seconds."""
 
     graph: StepGraph
     spans: tuple[tuple[float, float], ...]
@@ -30,11 +30,11 @@ class Timeline:
         return max((end for _, end in self.spans), default=0.0)
 
     def busy_s(self, rank: int, lane: str) -> float:
-        """Seconds in which one of a rank's threads works, on cores that it may share."""
+        """Seconds in which one of a rank's threads works, on cores that may be shared."""
         return sum(end - begin for task, begin, end in self._of(rank) if lane == _lane(task.jobs, task.does))
 
     def kinds_s(self, rank: int) -> dict[str, float]:
-        """Seconds of a rank's work by the first word of its kind, such as layer, encode, decode."""
+        """Seconds of a rank's work, by the first word of its kind, such as layer, encode, decode."""
         found: dict[str, float] = defaultdict(float)
         for task, begin, end in self._of(rank):
             if isinstance(task.does, Work):
@@ -42,7 +42,7 @@ class Timeline:
         return dict(found)
 
     def trace(self) -> list[dict[str, Any]]:
-        """Events of Chrome's trace format, which Perfetto reads too; one process a rank."""
+        """Events in Chrome's trace format, which Perfetto reads too; one process per rank."""
         return [
             {
                 "name": task.does.kind if isinstance(task.does, Work) else task.does.operation,
@@ -59,7 +59,7 @@ class Timeline:
 
 
 def _lane(jobs: tuple[int, ...], does: Work | Message) -> str:
-    """The thread that does it; empty for a message."""
+    """The thread that does the work; empty for a message."""
     if isinstance(does, Message):
         return ""
     if does.kind == CARRY:
@@ -68,10 +68,10 @@ def _lane(jobs: tuple[int, ...], does: Work | Message) -> str:
 
 
 def simulate(graph: StepGraph, machine: Machine) -> Timeline:
-    """When each task of a step would begin and end; the same graph and machine give the same times.
+    """When each task of a step begins and ends. The same graph and machine give the same times.
 
-    Cores are shared by the ranks of a machine, links by the messages that cross their ports. Raises ConfigError for a
-    machine of another number of ranks, or a graph whose tasks wait for each other.
+    Ranks of a machine share its cores, and messages share the ports on their way. Raises ConfigError for a machine with
+    another number of ranks, and for a graph whose tasks wait for each other.
     """
     if machine.num_ranks != graph.num_ranks:
         raise ConfigError(f"a machine of {machine.num_ranks} ranks for a step of {graph.num_ranks}")
@@ -83,7 +83,7 @@ def simulate(graph: StepGraph, machine: Machine) -> Timeline:
 
 
 class _Run:
-    """A simulation under way: what each task and job still waits for, what each thread has to do."""
+    """A simulation under way: what each task and job waits for, and what each thread has to do."""
 
     def __init__(self, graph: StepGraph, machine: Machine) -> None:
         self.graph, self.machine = graph, machine
@@ -137,7 +137,7 @@ class _Run:
         self._work(lane)
 
     def _work(self, lane: tuple[int, str]) -> None:
-        """Let a thread that is free do what is next."""
+        """Let a free thread do its next task."""
         if lane in self.is_busy or not self.queues[lane]:
             return
         number = heapq.heappop(self.queues[lane])
@@ -173,7 +173,7 @@ class _Run:
             self._ready(number)
 
     def _open_jobs(self, rank: int) -> None:
-        """Start the jobs whose turn it is while there are slots."""
+        """Start the jobs whose turn it is while slots are free."""
         order = self.in_order[rank]
         while self.next_job[rank] < len(order) and self.num_open[rank] < self.graph.slots:
             job = order[self.next_job[rank]]

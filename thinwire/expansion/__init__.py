@@ -1,1 +1,1 @@
-"""LEMON: a trained transformer becomes a wider and deeper one that computes the same."""
+"""LEMON: turns a trained transformer into a wider and deeper one that computes the same."""

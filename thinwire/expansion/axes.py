@@ -1,4 +1,4 @@
-"""How one tensor grows: each of its dimensions follows an axis of the model, and new weights cancel in what they add.
+"""How one tensor grows: each dimension follows an axis of the model, and the effects of new weights cancel.
 
 Source: Wang et al., "LEMON: lossless model expansion" (ICLR 2024), section 4.
 """
@@ -21,12 +21,14 @@ BLOCK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class GrownAxis:
-    """A dimension of `small` entries that becomes one of `large`: entry j is a copy of entry j mod small.
+    """A dimension that grows from `small` to `large` entries: entry j is a copy of entry j mod small.
 
-    residue: of the last large mod small entries. circular: copies too. average: the mean of all small entries. zero: 0.
-    unit: entries that are copied together, such as a head's; divides `small` and, if circular, `large`.
-    copied: the first entries that are copied, where it is not all of `small`.
-    parts: equal axes that lie one after another, such as those of queries, keys and values in one matrix.
+    Attributes:
+        residue: what the last large mod small entries become. circular: copies too; average: the mean of all small
+            entries; zero: 0.
+        unit: number of entries that are copied together, such as a head's; divides `small` and, if circular, `large`.
+        copied: number of first entries that are copied, if not all of `small`.
+        parts: number of equal axes that lie one after another, such as those of queries, keys and values in one matrix.
     """
 
     small: int
@@ -38,11 +40,11 @@ class GrownAxis:
 
     @property
     def kappa(self) -> float:
-        """Mean square of a widened vector with residue zero over the small one's: floor(large/small) small/large."""
+        """Mean square of a widened vector (residue zero) over that of the small one: floor(large/small) small/large."""
         return self.large // self.small * self.small / self.large
 
     def sources(self) -> Tensor:
-        """The small entry of each large one, int64 [parts * large]; -1 in a residue that is no copy."""
+        """The small entry of each large one, int64 [parts * large]; -1 for an entry of the residue that is no copy."""
         copied = self.copied or self.small
         entries = torch.arange(self.large)
         found = entries % copied
@@ -52,12 +54,12 @@ class GrownAxis:
         return torch.where(found < 0, -1, found + starts).flatten()
 
     def paired(self) -> GrownAxis | None:
-        """The axis with so few entries copied that each has a second copy; None if there is room for one alone."""
+        """The axis with fewer entries copied, so that each has a second copy; None if there is not enough room."""
         pairs = min(self.small // self.unit, self.large // self.unit // 2)
         return replace(self, copied=pairs * self.unit) if pairs else None
 
     def write(self, small: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Entries start .. stop - 1 of dimension 0, where a small tensor [parts * small, ...] writes to this axis."""
+        """Entries start .. stop - 1 of dimension 0 of the large tensor, from a small tensor [parts * small, ...]."""
         sources = self.sources()[start:stop]
         found = small[sources.clamp_min(0)]
         if self.residue != "circular" and bool((sources < 0).any()):
@@ -75,16 +77,16 @@ def expand_matrix(
     stop: int | None = None,
     adds_zero: bool = False,
 ) -> Tensor:
-    """Rows start .. stop - 1 of the matrix [out.large, into.large] of a matrix [out.small, into.small].
+    """Rows start .. stop - 1 of the matrix [out.large, into.large] that a matrix [out.small, into.small] becomes.
 
     With r(i) the row that row i copies, c(j) the column that column j copies, and G(c) all its copies:
     W'[i, j] = W[r(i), c(j)] / |G(c(j))| + R[i, j] - mean of R[i, G(c(j))], where R[i, j] is drawn from
     (seed, i * into.large + j), with the standard deviation of W. So the weights of an input's copies differ, and add up
-    to W. In a residue of zeros, W' = R. In a residue of equal averages, W' = R less its mean over the residue.
+    to W. In a residue of zeros, W' = R. In a residue of equal averages, W' = R minus its mean over the residue.
 
     Args:
         weight: floating, [out.parts * out.small, into.small].
-        adds_zero: put 0 in place of W, so that the product is 0.
+        adds_zero: use 0 in place of W, so that the product is 0.
 
     Returns `weight`'s dtype; computed in fp64, some rows at a time.
     """
@@ -118,8 +120,8 @@ def cancelling(small: Tensor, into: GrownAxis, draws: Tensor) -> Tensor:
 def expand_gain(gain: Tensor, axis: GrownAxis, seed: int) -> Tensor:
     """A norm's factors [axis.large]: sqrt(kappa) times copies; in the residue, drawn with their mean and deviation.
 
-    A widened vector has kappa times the mean square (or variance), so its norm needs kappa times the eps too. The
-    residue is zero behind the norm, so that its factors are free.
+    A widened vector has kappa times the mean square (or variance), so its norm also needs kappa times the eps. The
+    residue is zero behind the norm, so its factors may have any value.
     """
     small = gain.double() * math.sqrt(axis.kappa)
     draws = (uniform(seed, 0, axis.large).double() - 0.5) * math.sqrt(12) * small.std(correction=0) + small.mean()
@@ -130,7 +132,7 @@ def expand_gain(gain: Tensor, axis: GrownAxis, seed: int) -> Tensor:
 def layer_plan(small: int, large: int) -> Iterator[tuple[int, bool]]:
     """For each of `large` layers: the layer of `small` that it copies, and whether it is inserted and adds nothing.
 
-    small <= large <= 2 small: the first 2 small - large layers stay alone, each of the others is followed by a new one.
+    small <= large <= 2 small: the first 2 small - large layers stay alone; each of the others is followed by a new one.
     """
     for layer in range(small):
         yield layer, False

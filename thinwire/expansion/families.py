@@ -17,7 +17,10 @@ Table = tuple[tuple[str, Role | None], ...]
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a model. writes: the residual stream; reads: what layers read of it; q, kv: heads; inner: the MLP."""
+    """The axes of a model. writes: the residual stream. reads: the part of it that layers read. q, kv: heads.
+
+    inner: the MLP.
+    """
 
     writes: GrownAxis
     reads: GrownAxis
@@ -30,10 +33,11 @@ class Axes:
 class Family:
     """A model family.
 
-    sizes: the names in config.json of width, inner width, layers, heads, heads of keys and values, eps.
-    layer: what stands before a layer's number in names.
-    residue: of the residual stream; None for a model whose norms come after the sum (post-LN).
-    untied: names of the output layer's tensors, each with that of the tensor it may share.
+    Attributes:
+        sizes: names in config.json of width, inner width, layers, heads, key-value heads, eps.
+        layer: the text before a layer's number in names.
+        residue: of the residual stream; None for a model whose norms come after the sum (post-LN).
+        untied: names of the output layer's tensors, each with that of the tensor it may share.
     """
 
     sizes: tuple[str, str, str, str, str, str]
@@ -127,7 +131,7 @@ FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "g
 
 @dataclass(frozen=True)
 class Growth:
-    """A model and what it becomes: its family, both settings (config.json), the axes, and the layers."""
+    """A model and its larger form: family, both settings (config.json), axes, and layers."""
 
     family: Family
     small: Mapping[str, Any]
@@ -143,7 +147,9 @@ class Growth:
         layers: int | None,
         intermediate_size: int | None = None,
     ) -> Growth:
-        """Read the sizes and check the new ones; None: as it is, the inner width in proportion to the width.
+        """Read the sizes and check the new ones. None: unchanged.
+
+        The inner width then grows in proportion to the width.
 
         Raises ConfigError for a family without a table, and for sizes that no lossless model has.
         """
@@ -188,7 +194,7 @@ class Growth:
         return any(re.search("LM|ForPreTraining", name) for name in self.small.get("architectures") or [])
 
     def targets(self, name: str) -> Iterator[tuple[str, Role, bool]]:
-        """The tensors of the large model that the small model's `name` gives: name, role, whether in an inserted layer.
+        """The tensors of the large model that come from `name` in the small one: name, role, whether inserted.
 
         Raises ConfigError for a name without a role.
         """

@@ -1,4 +1,4 @@
-"""What a tensor does in a model, and how it grows with the axes that it lies on."""
+"""The role of each tensor in a model, which decides how it grows with its axes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ KEPT, ALL_ZERO, CANCELLING = 0, 1, 2
 class Draw:
     """How the tensor `name` of the large model is drawn.
 
-    layer: KEPT, or that of an inserted layer, which adds nothing: with ALL_ZERO last matrices, the paper's type 1, or
-    with CANCELLING ones, its type 2.
+    layer: KEPT, or for a layer that is inserted and adds nothing: ALL_ZERO (its last matrices are zero, the paper's
+    type 1) or CANCELLING (their effects cancel, type 2).
     """
 
     seed: int
@@ -32,12 +32,12 @@ class Draw:
         return named_seed(self.seed, self.name)
 
     def axis(self, axis: GrownAxis) -> GrownAxis:
-        """The axis in this layer: where copies must cancel, each needs a second one."""
+        """The axis in this layer. If copies must cancel, each needs a second one."""
         return (axis.paired() or axis) if self.layer == CANCELLING and axis.residue == "circular" else axis
 
 
 class Role(Protocol):
-    """What a tensor does."""
+    """The role of a tensor."""
 
     def expand(self, small: Tensor, draw: Draw) -> Tensor:
         """The tensor of the large model."""
@@ -54,7 +54,7 @@ class SameRole:
 
 @dataclass(frozen=True)
 class EmbeddingRole:
-    """Rows that write to an axis."""
+    """Rows of an embedding, which write to an axis."""
 
     out: GrownAxis
 
@@ -74,7 +74,7 @@ class GainRole:
 
 @dataclass(frozen=True)
 class ShiftRole:
-    """A bias on an axis. is_last: of the matrix that ends a branch."""
+    """A bias on an axis. is_last: it belongs to the matrix that ends a branch."""
 
     out: GrownAxis
     is_last: bool = False
@@ -106,7 +106,10 @@ class MatrixRole:
 
 @dataclass(frozen=True)
 class HeadRole:
-    """An output layer, whose rows stay. Shared with an embedding in the small model, it is a tensor of its own here."""
+    """An output layer, whose rows stay.
+
+    If the small model shares it with an embedding, it becomes a tensor of its own.
+    """
 
     into: GrownAxis
 

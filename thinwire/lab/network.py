@@ -120,7 +120,7 @@ class LabNetwork:
     def set_link(self, first: int, second: int, rate: str | None) -> None:
         """Change the rate between two nodes, both ways, while processes run; None: as fast as both nodes' links.
 
-        Raises ConfigError for nodes that there are not, or a rate that can't be read.
+        Raises ConfigError for nodes that don't exist, and for a rate that can't be read.
         """
         pair = (min(first, second), max(first, second))
         check_link(pair, self.spec)

@@ -113,7 +113,7 @@ class LabSpec:
             found.note(check_link, pair, self)
         yield from found.messages
         if self.link and (self.delay or self.loss):
-            yield "a rate between two nodes beside delay or loss: not served; nearest: leave delay and loss out"
+            yield "a rate between two nodes beside delay or loss: not supported; nearest: leave delay and loss out"
 
     @property
     def world_size(self) -> int:

@@ -80,7 +80,7 @@ def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = (), *, i
     """What happened to a rank, and what the ranks that trained with it have done."""
     if is_killed(cause):
         asked = ", or as --inject asks" if any(faults.parse(text).kind == "kill" for text in injected) else ""
-        by_whom = f" (by hand, or by the system for want of memory{asked})"
+        by_whom = f" (by hand, or by the system because memory ran out{asked})"
         hint = by_whom if cause.exitcode == -signal.SIGKILL else ""
         others = "the rest of its island stopped" if is_island else "the others stopped"
         return f"rank {rank} (pid {cause.pid}) was killed by {cause.signal_name()}{hint}; {others}"

@@ -165,7 +165,7 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
         check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, more_layers)
     if run.recovers and config.minutes is not None:
         problems.messages.append(
-            f"--minutes {config.minutes:g} with recover: a process that is started anew would choose another number of "
+            f"--minutes {config.minutes:g} with recover: a restarted process would choose another number of "
             f"steps; nearest: --steps {config.steps}"
         )
     problems.note(check_inside, run.strategy, shape.sizes["data"])
@@ -178,11 +178,11 @@ def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None
     if config.mesh is not None or run.sequence is not None or (config.tensor or 1) > 1:
         problems.messages.append(f"{what} finds the mesh: leave --mesh, --tensor and --sequence.parallel out")
     if run.has_islands:
-        problems.messages.append(f"{what}: stages beside islands are not served; nearest: --strategy sdp4bit")
+        problems.messages.append(f"{what}: stages beside islands are not supported; nearest: --strategy sdp4bit")
     if type(model) is not Llama:
         problems.messages.append(f"{what} is for presets such as demo, and not for {config.model}; nearest: {stated}")
     if run.recovers:
-        why = "a process that is started anew would choose for itself"
+        why = "a restarted process would choose for itself"
         problems.messages.append(f"{what} with recover: {why}; nearest: --stages {config.world_size}")
     if config.compile:
         problems.messages.append(f"{what}: the layers of a pipeline's stages are not compiled; leave --compile out")
@@ -201,7 +201,7 @@ def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
     if type(model) is not Llama:
         problems.messages.append(f"{what} is for presets such as demo, and not for {config.model}; nearest: {stated}")
     if config.tables.get(PIPELINE, {}).get("recover", NONE) != NONE:
-        problems.messages.append(f"{what} with recover: a process that is started anew can't choose; nearest: {stated}")
+        problems.messages.append(f"{what} with recover: a restarted process can't choose; nearest: {stated}")
     if config.memory is not None or config.store is not None:
         problems.messages.append(
             f"{what} takes what fits into the machine: leave --memory and --store out; nearest: {stated}"
@@ -221,7 +221,7 @@ def check_order(config: TrainConfig, run: Run) -> None:
             "their own order; nearest: leave --order out"
         )
     if config.order and run.has_islands:
-        raise ConfigError("--order: islands meet each other without one; leave it out")
+        raise ConfigError("--order: islands take no order; leave it out")
 
 
 def check_sequence(config: TrainConfig, run: Run, model: nn.Module) -> None:
@@ -230,7 +230,9 @@ def check_sequence(config: TrainConfig, run: Run, model: nn.Module) -> None:
     if run.sequence is None:
         return
     if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands:
-        problems.messages.append("sequences beside islands, stages or a tensor axis: not served; nearest: data alone")
+        problems.messages.append(
+            "sequences beside islands, stages or a tensor axis: not supported; nearest: data alone"
+        )
     with problems.collect():
         heads, kv_heads, width, _ = heads_of(model)
         machine = config.local_size or config.workers
@@ -247,7 +249,7 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
     if run.experts is None:
         return
     if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands or config.chooses_stages:
-        problems.messages.append("experts beside islands, stages or a tensor axis: not served; nearest: data alone")
+        problems.messages.append("experts beside islands, stages or a tensor axis: not supported; nearest: data alone")
     if config.chooses_experts and config.mesh is not None:
         problems.messages.append("--experts.parallel auto finds the expert axis: leave --mesh out")
     problems.note(check_experts, model, run.experts, shape.world_size)
@@ -275,7 +277,7 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     if run.config.optimizer in WHOLE and residency.optimizer != "memory":
         optimizer = run.config.optimizer
         problems.messages.append(
-            f"residency: {optimizer} looks across matrices, and a disk gives pieces; nearest: adamw"
+            f"residency: {optimizer} looks across matrices, and from a disk it gets pieces; nearest: adamw"
         )
     residency, floor = resolved(run, model)
     if config.compile and (residency.weights == "disk" or residency.activations == "recompute"):
@@ -427,10 +429,10 @@ def check_teacher(config: TrainConfig, run: Run | None) -> None:
     is_late = config.chooses_experts or config.chooses_stages or config.is_planned_late
     if axes or is_late or (run is not None and run.has_islands):
         problems.messages.append(
-            "--teacher beside islands, stages, or an axis but data: not served; leave one of both out"
+            "--teacher beside islands, stages, or an axis but data: not supported; leave one of both out"
         )
     if config.compile or config.memory is not None or config.store is not None:
-        problems.messages.append("--teacher with --compile, --memory or --store: not served; leave one of both out")
+        problems.messages.append("--teacher with --compile, --memory or --store: not supported; leave one of both out")
     problems.raise_any()
 
 

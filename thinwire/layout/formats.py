@@ -42,7 +42,7 @@ class WireFormat:
         for codec in (self.intra, self.inter):
             if self.feedback and not codec.traits.contraction:
                 raise ConfigError(
-                    f"{codec} can't have error feedback: where it loses more than it sends, its memory grows; use "
+                    f"{codec} can't have error feedback: its error may exceed its input, so residuals would grow; use "
                     "rounding 'nearest', an unscaled random-k, or no feedback"
                 )
         is_measured = self.differences and not self.weights.traits.contraction

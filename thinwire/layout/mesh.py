@@ -44,7 +44,7 @@ class MeshShape:
             if not size.isdecimal() or not int(size):
                 raise ConfigError(f"--mesh {text}: {part!r} must be AXIS=RANKS, such as data=2,tensor=2")
             if name in sizes:
-                raise ConfigError(f"--mesh {text}: {name} stands there twice")
+                raise ConfigError(f"--mesh {text}: the axis {name} is stated twice")
             check_axis(name)
             sizes[name] = int(size)
         return cls({"data": 1} | sizes if "data" not in sizes else sizes).in_order()

@@ -178,10 +178,10 @@ def _check(given: dict[str, Any]) -> None:
             raise ConfigError(f"{name} {given[name]!r}: no such filter{nearest(given[name], FILTERS)}")
     if c.dim() != 2 or e.shape[-1:] != c.shape[1:] or e.shape[:-1] != targets.shape:
         raise ConfigError(
-            f"e {list(e.shape)}, c {list(c.shape)} and targets {list(targets.shape)}: want [..., D], [V, D], [...]"
+            f"e {list(e.shape)}, c {list(c.shape)} and targets {list(targets.shape)}: must be [..., D], [V, D], [...]"
         )
     if bias is not None and bias.shape != c.shape[:1]:
-        raise ConfigError(f"bias {list(bias.shape)}: must be [{len(c)}], as c has rows")
+        raise ConfigError(f"bias {list(bias.shape)}: must be [{len(c)}], an entry for each row of c")
     if e.dtype != c.dtype:
         raise ConfigError(f"e is {e.dtype} and c is {c.dtype}: they must be equal")
     if softcap is not None and softcap <= 0:
@@ -192,7 +192,7 @@ def _check(given: dict[str, Any]) -> None:
         raise ConfigError(f"z_loss {given['z_loss']}: must be at least 0; nearest: 0")
     needing = [name for name, is_stated in given["scalar_only"].items() if is_stated]
     if impl in ("fused", "torch") and needing:
-        raise ConfigError(f"impl {impl!r} does not serve {' and '.join(needing)}; nearest: impl 'tiles'")
+        raise ConfigError(f"impl {impl!r} does not support {' and '.join(needing)}; nearest: impl 'tiles'")
     if impl == "plain" and (given["group"] is not None or given["filter_e"] or given["filter_c"]):
         raise ConfigError("impl 'plain' has no group and no filters; nearest: impl 'tiles'")
     if impl == "torch" and (softcap is not None or given["z_loss"]):

@@ -1,4 +1,4 @@
-"""How many rows an expert takes from a rank, and how many were asked for and dropped on all ranks."""
+"""The capacity of experts: how many rows an expert takes, and how many were requested and dropped on all ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from thinwire.errors import ConfigError
 
 
 def capacity(factor: float, num_tokens: int, num_experts: int, top_k: int, most: int) -> int:
-    """Most rows that an expert takes, if the fullest one is asked for `most`.
+    """Most rows that an expert takes. most: rows that the fullest expert is asked for.
 
-    k * int(f * ceil(T / E)) for f > 0; `most` for f = 0; the smaller of `most` and the first with -f for f < 0.
+    k * int(f * ceil(T / E)) for f > 0; `most` for f = 0; for f < 0 the smaller of `most` and the formula with -f.
     Source: Hwang et al., "Tutel" (MLSys 2023), section 3.
     """
     bound = top_k * int(abs(factor) * math.ceil(num_tokens / num_experts))
@@ -24,14 +24,14 @@ def capacity(factor: float, num_tokens: int, num_experts: int, top_k: int, most:
 
 
 def needed_factor(most: int, num_tokens: int, num_experts: int, top_k: int) -> float:
-    """The smallest factor, to 3 decimals, whose capacity holds `most` rows."""
+    """The smallest factor, to 3 decimals, with room for `most` rows."""
     each = math.ceil(num_tokens / num_experts)
     # A quotient in binary may be too small by its last bit.
     return math.ceil(1000 * math.ceil(most / top_k) / each) / 1000 if each else 0.0
 
 
 def check_capacity(factor: float, num_tokens: int, num_experts: int, top_k: int) -> int:
-    """The capacity for so many tokens of a rank; 0: without a limit. Raises ConfigError for one that holds no row."""
+    """The capacity for a rank's number of tokens; 0: no limit. Raises ConfigError for a capacity below one row."""
     if not factor:
         return 0
     found = capacity(factor, num_tokens, num_experts, top_k, num_tokens)
@@ -46,9 +46,10 @@ def check_capacity(factor: float, num_tokens: int, num_experts: int, top_k: int)
 
 @dataclass(frozen=True)
 class RowLoad:
-    """What routers asked of experts, on all ranks and in all layers.
+    """Rows that routers sent to experts, on all ranks and in all layers.
 
-    asked: rows. dropped: those above a capacity. needed: the smallest capacity factor that would have dropped none.
+    asked: requested rows. dropped: those above a capacity. needed: the smallest capacity factor that would have dropped
+    none.
     """
 
     asked: int = 0
@@ -57,21 +58,23 @@ class RowLoad:
 
     @property
     def dropped_share(self) -> float:
-        """The share of dropped rows among those that were asked for."""
+        """The share of dropped rows among the requested ones."""
         return self.dropped / self.asked if self.asked else 0.0
 
 
 class RowCounts:
-    """Adds up the rows of experts over micro-batches; top_k: experts of a token."""
+    """Sums up the rows of experts over micro-batches. top_k: experts per token."""
 
     def __init__(self, top_k: int) -> None:
         self.top_k = top_k
         self._asked = self._dropped = self._needed = torch.zeros(())
 
     def note(self, num_tokens: Tensor, asked: Tensor, factor: float) -> None:
-        """A micro-batch: tokens of each rank, [ranks]; rows asked for, [ranks, layers, experts]; the capacity factor.
+        """Add a micro-batch: tokens of each rank, [ranks]; requested rows, [ranks, layers, experts].
 
-        Nothing is read from a GPU.
+        The capacity factor.
+
+        Reads nothing from a GPU.
         """
         asked = asked.double()
         each = (num_tokens.double() / asked.shape[-1]).ceil()
@@ -84,7 +87,7 @@ class RowCounts:
         self._needed = torch.maximum(self._needed.to(needed), needed.max())
 
     def take(self) -> RowLoad:
-        """What has come since the last time."""
+        """The sums since the last call."""
         found = RowLoad(int(self._asked), int(self._dropped), math.ceil(1000 * float(self._needed)) / 1000)
         self._asked = self._dropped = self._needed = torch.zeros(())
         return found

@@ -1,4 +1,4 @@
-"""Distillation by experts: those of a student learn what those of its teacher make of the same rows."""
+"""Distillation by experts: a student's experts learn the outputs of its teacher's experts for the same rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from thinwire.models.llama import with_gradient_of
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a layer of the teacher did.
+    """The work of one layer of the teacher.
 
     Shape:
-        rows: [choices, hidden], its tokens, each once for each of its experts. experts: int64 [choices], of each row.
-        results: [choices, hidden], what the teacher's experts made of them.
+        rows: [choices, hidden], its tokens, each once for each of its experts.
+        experts: int64 [choices], the expert of each row.
+        results: [choices, hidden], the outputs of the teacher's experts.
     """
 
     rows: Tensor
@@ -29,12 +30,12 @@ class Lesson:
 
     @classmethod
     def of(cls, module: nn.Module, x: Tensor, index: Tensor) -> Lesson:
-        """The lesson of a teacher's experts that were called with tokens [tokens, hidden] and int64 [tokens, k]."""
+        """The lesson of a teacher's experts, called with tokens [tokens, hidden] and choices int64 [tokens, k]."""
         rows, experts = x.repeat_interleave(index.shape[1], 0), index.flatten()
         return cls(rows, experts, apart(module, rows, experts))
 
     def error(self, student: nn.Module) -> Tensor:
-        """The sum over experts of the mean squared error of the student's, a scalar."""
+        """The sum over experts of the mean squared error of the student's outputs, a scalar."""
         off = apart(student, self.rows, self.experts) - self.results
         squares = off.to(torch.promote_types(off.dtype, torch.float32)).square().mean(-1)
         num = experts_of(student) + 1
@@ -44,19 +45,20 @@ class Lesson:
 
 
 def apart(module: nn.Module, rows: Tensor, experts: Tensor) -> Tensor:
-    """What one expert makes of each row, by its own weight alone; hooks of the module do not run."""
+    """The output of each row's expert, with weight 1. Hooks of the module do not run."""
     return module.forward(rows, experts[:, None], rows.new_ones(len(rows), 1))
 
 
 class Distillation:
-    """Adds to a student's loss, in training, what its experts make otherwise than its teacher's.
+    """Adds to a student's loss, in training, the error of its experts compared with its teacher's.
 
-    With x the inputs of layer l in the teacher, routed by it: L = L_text + w sum_l sum_e MSE(S_le(x), T_le(x)).
-    The shown loss is L_text; the gradient is that of L. weight: w; None until it is set: of the first step,
-    L_text / sum, by which both weigh the same there.
+    With x the inputs of layer l in the teacher, and its routing: L = L_text + w sum_l sum_e MSE(S_le(x), T_le(x)).
+    The displayed loss is L_text; the gradient is that of L. weight: w; None: chosen in the first step as L_text / sum,
+    so that both parts are equal there.
 
     Args:
-        student: a mixture whose experts are called as experts(x, top_k_index, top_k_weights). It gets a new `forward`.
+        student: a mixture whose experts are called as experts(x, top_k_index, top_k_weights). Its `forward` is
+            replaced.
         teacher: a mixture with as many layers, experts and hidden units; it is not trained.
 
     Raises ConfigError for models whose experts do not match.
@@ -90,7 +92,7 @@ class Distillation:
 
     @contextmanager
     def _taught(self, tokens: Tensor) -> Iterator[list[Tensor]]:
-        """While it is open, each of the student's layers adds its error on these tokens to the list."""
+        """Context in which each of the student's layers adds its error on these tokens to the list."""
         lessons, errors = self._lessons(tokens), list[Tensor]()
         with ExitStack() as hooks:
             for module, lesson in zip(self._students, lessons, strict=True):
@@ -117,7 +119,7 @@ class Distillation:
 
 
 def check_alike(student: nn.Module, teacher: nn.Module) -> None:
-    """Raise ConfigError for a teacher whose experts do not match those of the student."""
+    """Raise ConfigError for a teacher whose experts do not match the student's."""
     shapes = [[tuple(map(int, sizes(each))) for each in expert_modules(model)] for model in (student, teacher)]
     if shapes[0] != shapes[1] or not shapes[0]:
         said = [f"{len(each)} layer(s) of experts" + (f" {each[0]}" if each else "") for each in shapes]
@@ -128,17 +130,17 @@ def check_alike(student: nn.Module, teacher: nn.Module) -> None:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The experts of each layer, packed as ours and those of transformers 5 are."""
+    """The experts of each layer, packed like thinwire's and those of transformers 5."""
     named = model.named_modules()
     return [each for name, each in named if name.rpartition(".")[2] == "experts" and hasattr(each, "down_proj")]
 
 
 def experts_of(module: Any) -> int:
-    """How many experts a layer has."""
+    """Number of experts of a layer."""
     return int(module.down_proj.shape[0])
 
 
 def sizes(module: Any) -> Sequence[int]:
-    """Experts of a layer, and the width of its rows."""
+    """Number of experts of a layer, and the width of its rows."""
     down = module.down_proj
     return len(down), down.shape[2] if hasattr(module, "up_proj") else down.shape[1]

@@ -1,4 +1,4 @@
-"""Pruned matrices as dense matrices of the values that are kept: zeros stay zero, and nothing is sent for them."""
+"""Pruned matrices as dense matrices of their kept values: zeros stay zero, and nothing is sent for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MASKS = "masks.safetensors"
 
 
 class KeptValues(nn.Module):
-    """The matrix [..., out, in] of its kept values [rows, kept], as many in each row; all others are 0.
+    """A matrix [..., out, in] stored as its kept values [rows, kept]; every row keeps equally many. All others are 0.
 
     A row runs along the dimension in which the mask keeps equally many: the last, or the one before it.
     """
@@ -38,7 +38,7 @@ class KeptValues(nn.Module):
         return rows.view(*self.shape[:-2], self.shape[-1], width).transpose(-1, -2)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The kept values of a matrix."""
+        """The kept values of a matrix; the inverse of `forward`."""
         return self._rows(weight).gather(1, self.places.to(weight.device).long())
 
     def _rows(self, matrix: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class KeptValues(nn.Module):
 
 
 def even(mask: Tensor) -> bool:
-    """Whether each row of the last dimension keeps equally many; False: of the dimension before it.
+    """Whether each row of the last dimension keeps equally many; False: each row of the dimension before it.
 
     Raises ConfigError if neither does.
     """
@@ -61,9 +61,10 @@ def even(mask: Tensor) -> bool:
 
 
 def keep(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Let each masked parameter train as the matrix of its kept values, in place.
+    """Train each masked parameter as the matrix of its kept values, in place.
 
-    A parameter `layer.weight` becomes `layer.parametrizations.weight.original`, of as many elements as the mask keeps.
+    A parameter `layer.weight` becomes `layer.parametrizations.weight.original`, with as many elements as the mask
+    keeps.
 
     Args:
         masks: by name of the parameter, bool of its shape, True where a weight is kept.
@@ -80,7 +81,7 @@ def keep(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
 
 
 def whole(model: nn.Module) -> None:
-    """Undo `keep`, in place: parameters have their names and shapes again, with zeros."""
+    """Undo `keep`, in place: parameters get their names and shapes back, with zeros."""
     for module in list(model.modules()):
         if parametrize.is_parametrized(module):
             assert isinstance(module.parametrizations, nn.ModuleDict)

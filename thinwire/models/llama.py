@@ -212,7 +212,7 @@ class Decoder(nn.Module):
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in fp32 (nats) of logits [batch, seq, vocab] against targets [batch, seq]; -100 is ignored.
 
-    A head that gives the loss itself gives a scalar, which is returned.
+    If the head computes the loss itself, `logits` is that scalar, and it is returned.
     """
     return logits if logits.dim() == 0 else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -238,7 +238,7 @@ class Llama(nn.Module):
         self.init_weights(torch.Generator().manual_seed(seed))
 
     def make_mlp(self) -> nn.Module:
-        """What a layer has after its attention."""
+        """The module of a layer after its attention."""
         return MLP(self.config)
 
     @property

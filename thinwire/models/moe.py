@@ -88,7 +88,7 @@ class MoEConfig(LlamaConfig):
             )
 
     def capacity_rows(self, num_tokens: int) -> list[Row]:
-        """A row on the capacity for so many tokens of a rank. Raises ConfigError for one that holds no row."""
+        """A row about the capacity for a rank's number of tokens. Raises ConfigError for a capacity below one row."""
         factor, top_k, num_experts = self.capacity_factor, self.num_experts_per_tok, self.num_local_experts
         if not factor:
             why = "without a capacity, no row is dropped"
@@ -107,12 +107,12 @@ class MoEConfig(LlamaConfig):
 
 @dataclass(frozen=True)
 class Order:
-    """The rows that experts work on, sorted by expert.
+    """The rows of experts, sorted by expert.
 
     Shape:
-        tokens: int64 [rows], whose input each row is.
-        choices: int64 [rows], the row's place in the flat [tokens, k] choices.
-        counts: int64 [experts], rows of each.
+        tokens: int64 [rows], the token of each row.
+        choices: int64 [rows], the row's position in the flat [tokens, k] choices.
+        counts: int64 [experts], number of rows of each.
     """
 
     tokens: Tensor
@@ -121,9 +121,9 @@ class Order:
 
     @classmethod
     def of(cls, index: Tensor, num_experts: int, priority: Tensor | None = None) -> Order:
-        """The order of int64 choices [tokens, k]: an expert's rows are all first choices, then the second ones.
+        """The order for choices int64 [tokens, k]: an expert's rows begin with all first choices, then the second ones.
 
-        A choice of expert `num_experts` is no row. priority: fp32 [tokens]; of equal choices, the highest come first.
+        The choice `num_experts` is no row. priority: fp32 [tokens]; among equal choices, the highest come first.
         """
         num_tokens, top_k = index.shape
         device = index.device
@@ -147,7 +147,7 @@ class Order:
 
 
 def drop(index: Tensor, num_experts: int, limit: int, priority: Tensor | None = None) -> Tensor:
-    """The choices [tokens, k], with `num_experts` for those that come after an expert's first `limit` rows."""
+    """The choices [tokens, k], in which those after an expert's first `limit` rows become `num_experts`."""
     order = Order.of(index, num_experts, priority)
     starts = order.counts.cumsum(0) - order.counts
     places = torch.arange(len(order.choices), device=index.device) - starts.repeat_interleave(order.counts)
@@ -157,13 +157,17 @@ def drop(index: Tensor, num_experts: int, limit: int, priority: Tensor | None = 
 
 
 def loop_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """The product of each expert's rows [rows, a] with its own matrix of `weights` [experts, a, b], one by one."""
+    """The product of each expert's rows [rows, a] with its own matrix in `weights` [experts, a, b], one by one.
+
+    Shape:
+        counts: int64 [experts], number of rows of each. result: [rows, b].
+    """
     blocks = zip(rows.split(counts.tolist()), weights, strict=True)
     return torch.cat([block @ weight for block, weight in blocks])
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """`loop_product` by torch's grouped kernel, where it takes these tensors.
+    """The same as `loop_product`, by torch's grouped kernel if it supports these tensors.
 
     On the CPU it has no float64, and every row must be a multiple of 16 bytes.
     """
@@ -177,7 +181,7 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 class Experts(nn.Module):
     """SwiGLU experts. A range of one expert's hidden units is one range of memory in each of the three tensors.
 
-    Called as experts of transformers are: experts(x, top_k_index, top_k_weights).
+    They are called like experts of transformers: experts(x, top_k_index, top_k_weights).
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -190,13 +194,14 @@ class Experts(nn.Module):
         """The weighted sum [tokens, hidden] over each token's experts.
 
         Shape:
-            x: [tokens, hidden]. top_k_index: int64 [tokens, k]; `num_experts` stands for none. top_k_weights:
-            [tokens, k].
+            x: [tokens, hidden].
+            top_k_index: int64 [tokens, k]; `num_experts` means no expert.
+            top_k_weights: [tokens, k].
         """
         return mixed(x, top_k_index, top_k_weights, self.num_experts, self.weigh_inputs, self.work)
 
     def work(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """`swiglu` by the weights of these experts."""
+        """The result of `swiglu` with the weights of these experts."""
         return swiglu(rows, counts, (self.gate_proj, self.up_proj, self.down_proj))
 
 
@@ -204,7 +209,14 @@ def mixed(
     x: Tensor, index: Tensor, weights: Tensor, num_experts: int, weigh_inputs: bool,
     work: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
-    """The weighted sum over each token's experts, see Experts. work: of rows that are sorted by expert."""
+    """The weighted sum over each token's experts, see Experts.
+
+    Args:
+        work: (rows sorted by expert, their counts) -> the experts' outputs.
+
+    Shape:
+        x: [tokens, hidden]. index: int64 [tokens, k]. weights: [tokens, k].
+    """
     order = Order.of(index, num_experts)
     of_rows = weights.flatten()[order.choices, None]
     rows = order.encode(x)
@@ -214,15 +226,16 @@ def mixed(
 
 
 def dtype_of_work(rows: Tensor, weight: Tensor) -> torch.dtype:
-    """What experts compute rows in: that of autocast, or of their weights."""
+    """The dtype in which experts compute rows: autocast's, or that of their weights."""
     kind = rows.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def swiglu(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """down(silu(gate(x)) * up(x)) of rows [rows, hidden] that are sorted by expert, `counts` [experts] of each.
+    """down(silu(gate(x)) * up(x)) of rows [rows, hidden], sorted by expert.
 
-    weights: gate, up and down, [experts, inner, hidden] each.
+    Shape:
+        counts: int64 [experts], rows of each. weights: gate, up and down, [experts, inner, hidden] each.
     """
     dtype = dtype_of_work(rows, weights[0])
     gate, up, down = (weight.to(dtype) for weight in weights)
@@ -233,9 +246,9 @@ def swiglu(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a router chose: index int64 [tokens, k], weights [tokens, k], sums [4, experts] for the balance loss.
+    """A router's choices: index int64 [tokens, k], weights [tokens, k], sums [4, experts] for the balance loss.
 
-    The rows of `sums`: scores, first choices, the smooth load of the noisy router, and choices; sums over tokens.
+    The rows of `sums`, summed over tokens: scores, first choices, the smooth load of the noisy router, and choices.
     """
 
     index: Tensor
@@ -294,7 +307,7 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """A router and its experts.
 
-    sums: what the last forward in training left for the balance loss, see Choice. capacity_factor: of the next forward.
+    sums: of the last forward in training, for the balance loss, see Choice. capacity_factor: for the next forward.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -340,9 +353,9 @@ def importance_load_loss(sums: Tensor) -> Tensor:
 
 
 def summed_over_ranks(sums: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum of all ranks' `sums`; the mean over ranks of what each one's backward gives is the sum's own gradient.
+    """The sum of all ranks' `sums`. The mean over ranks of the gradients from its backward is the gradient of the sum.
 
-    gather: a tensor to those of all ranks, [ranks, ...].
+    gather: returns a tensor of all ranks, [ranks, ...].
     """
     every = gather(sums.detach())
     return every.sum(0) + len(every) * (sums - sums.detach())
@@ -351,11 +364,16 @@ def summed_over_ranks(sums: Tensor, gather: Callable[[Tensor], Tensor]) -> Tenso
 class MoELlama(Llama):
     """A Mixtral-shaped causal language model; `mixtral_weights` are those of transformers' MixtralForCausalLM.
 
-    In training its loss is that of the text, and its gradient has router_aux_loss_coef times that of the layers' mean
-    balance loss too: what is shown stays comparable on any number of ranks and micro-batches.
-    gather: if set, brings the sums of all ranks together in training, so that the loss is that of the global batch; a
-    collective. row_counts: what routers have asked of experts in training, on all ranks that `gather` knows; counted
-    where there is a balance loss or a capacity. Source: Jiang et al., "Mixtral of experts" (2024).
+    In training it returns the loss of the text, and its gradient also has router_aux_loss_coef times that of the
+    layers' mean balance loss. So the displayed loss can be compared for any number of ranks and micro-batches.
+
+    Attributes:
+        gather: a collective that returns the sums of all ranks in training, so that the balance loss is that of the
+            global batch; None: this rank's sums only.
+        row_counts: rows that routers have requested in training, on all ranks of `gather`; counted if there is a
+            balance loss or a capacity.
+
+    Source: Jiang et al., "Mixtral of experts" (2024).
     """
 
     config: MoEConfig
@@ -382,7 +400,7 @@ class MoELlama(Llama):
         return self.balanced(next_token_loss(logits, targets))
 
     def balanced(self, loss: Tensor) -> Tensor:
-        """The loss of a text, in training with the gradient of the balance loss of the last forward."""
+        """The loss of a text; in training, with the gradient of the last forward's balance loss."""
         if not self.training or not torch.is_grad_enabled():
             return loss
         if not self.config.router_aux_loss_coef:
@@ -393,7 +411,7 @@ class MoELlama(Llama):
 
     @property
     def capacity_factor(self) -> float:
-        """Of the next forward, the same on all ranks; may change from step to step. First that of the configuration."""
+        """The capacity factor of the next forward, the same on all ranks. It may change from step to step."""
         return next(block.capacity_factor for block in self.modules() if isinstance(block, MoE))
 
     @capacity_factor.setter
@@ -404,24 +422,24 @@ class MoELlama(Llama):
                 block.capacity_factor = factor
 
     def _sums(self) -> Tensor:
-        """Of the last forward in training, [layers, 4, experts]."""
+        """The sums of the last forward in training, [layers, 4, experts]."""
         return torch.stack([each.sums for each in self.modules() if isinstance(each, MoE) and each.sums is not None])
 
     def _told(self, sums: Tensor) -> Tensor:
-        """The `sums` of all ranks, [ranks, layers, 4, experts], whose rows are counted. A collective."""
+        """The `sums` of all ranks, [ranks, layers, 4, experts]. Counts their rows. A collective."""
         every = sums[None] if self.gather is None else self.gather(sums)
         self.row_counts.note(every[:, 0, 1].sum(-1), every[:, :, 3], self.capacity_factor)
         return every
 
     def balance_loss(self) -> Tensor:
-        """The mean over layers of the loss of the last forward in training."""
+        """The mean over layers of the last forward's balance loss in training."""
         sums = summed_over_ranks(self._sums(), self._told)
         of_layers = gshard_loss(sums) if self.config.balance == "gshard" else importance_load_loss(sums)
         return of_layers.mean()
 
 
 def mixtral_config(config: MoEConfig) -> dict[str, Any]:
-    """Sizes for a `config.json` of transformers. Raises ConfigError for what a Mixtral does not have."""
+    """Sizes for a `config.json` of transformers. Raises ConfigError for options that a Mixtral does not have."""
     plain = MoEConfig()
     for name in ("router", "norm_topk_prob", "weigh_inputs", "capacity_factor"):
         # In evaluation a noisy router adds no noise.
@@ -434,7 +452,7 @@ def mixtral_config(config: MoEConfig) -> dict[str, Any]:
 
 
 def mixtral_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a MoELlama by the names and shapes of a Mixtral's files: w1 gate, w3 up, w2 down transposed."""
+    """The state dict of a MoELlama in the names and shapes of a Mixtral's files: w1 gate, w3 up, w2 down transposed."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         prefix, is_expert, kind = name.partition(".mlp.experts.")
@@ -449,14 +467,14 @@ def mixtral_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_axes(model: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError for a mixture of experts on an axis that would lose its balance loss; sizes: of axes."""
+    """Raise ConfigError for a mixture of experts on an axis that would lose its balance loss. sizes: of the axes."""
     is_ours, is_theirs = isinstance(model, MoELlama), isinstance(model, HFCausalLM) and bool(model.balance_weight)
     alone = ("pipeline", "tensor") if is_ours else ("pipeline", "sequence", "tensor")
     cut = [axis for axis in alone if sizes.get(axis, 1) > 1]
     if cut and (is_ours or is_theirs):
         near = "the data, expert and sequence axes" if is_ours else "the data axis alone"
         raise ConfigError(
-            f"a mixture of experts on a {cut[0]} axis: not served, its balance loss is of whole "
+            f"a mixture of experts on a {cut[0]} axis: not supported, its balance loss is of whole "
             f"{'models' if is_ours else 'sequences and all layers'}; nearest: {near}"
         )
 

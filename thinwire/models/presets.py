@@ -1,4 +1,4 @@
-"""The names of presets, for who does not wait for torch; `build` has their sizes."""
+"""The names of presets, which need no torch; `build` has their sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ NAMES = ("tiny", "demo", "125m", "350m", "1b", "moe-tiny", "moe-demo")
 
 
 def check_preset(name: str) -> None:
-    """Raise ConfigError, which names the nearest one, for a name that is neither a preset nor hf:DIR."""
+    """Raise ConfigError that names the nearest preset, for a name that is neither a preset nor hf:DIR."""
     if name not in NAMES and not name.startswith("hf:"):
         raise ConfigError(f"model {name!r}: no such preset, nor hf:DIR{nearest(name, NAMES)}")

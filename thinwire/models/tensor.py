@@ -1,4 +1,4 @@
-"""Which matrices of a model a tensor axis cuts, and how."""
+"""Cuts the matrices of a model over a tensor axis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBE = (3, 1, 4, 1, 5, 2, 6, 0)
 
 
 def check_cut(config: Any, size: int) -> None:
-    """Raise ConfigError if heads and inner width are not divisible by `size`, the ranks of a tensor axis.
+    """Raise ConfigError if `size`, the ranks of a tensor axis, does not divide heads and inner width.
 
     config: a LlamaConfig, or that of a model of transformers, which must say how its matrices are cut.
     """
@@ -54,7 +54,7 @@ def plan_of(config: Any) -> dict[str, str]:
     for pattern, style in stated.items():
         if style not in STYLES:
             raise ConfigError(
-                f"{config.model_type}: {pattern} would be {style}, which is not served on a tensor axis; nearest: a "
+                f"{config.model_type}: {pattern} would be {style}, which is not supported on a tensor axis; nearest: a "
                 "family that is cut by columns and rows alone, such as llama, mistral or qwen2"
             )
     return stated
@@ -81,9 +81,9 @@ def cuts_of(model: nn.Module) -> Iterator[tuple[str, str]]:
 def cut_over(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the matrices of every layer over a tensor axis: heads and inner width by columns, the next matrices by rows.
 
-    A layer then has two all_reduce of the activations in its forward and two in its backward. model: a preset, or one
-    of transformers whose config says how it is cut; that its logits stay the same is proven on a few tokens. Raises
-    ConfigError as check_cut does, and for a model that can't be cut so. A collective over the axis.
+    A layer then has two all_reduce of the activations in its forward and two in its backward. model: a preset, or a
+    model of transformers whose config says how it is cut; a few tokens prove that its logits stay the same. Raises
+    ConfigError as check_cut does, and for a model that can't be cut this way. A collective over the axis.
     Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
     """
     config = model.model.config if isinstance(model, HFCausalLM) else getattr(model, "config", None)
@@ -107,10 +107,10 @@ def cut_over(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class SharedInput:
-    """Has the matrices of a module that are cut by columns take its hidden state as one tensor of the axis.
+    """Makes the column-cut matrices of a module share one input tensor on the tensor axis.
 
-    Their gradients of it then add up on each rank, and are summed over the ranks once, in place of once a matrix. A
-    forward pre-hook; the hidden state is the first tensor of three dimensions.
+    Their gradients for it are then added on each rank, and summed over ranks once instead of once per matrix. A forward
+    pre-hook; the hidden state is the first tensor with three dimensions.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -136,7 +136,7 @@ class SharedInput:
 
 
 def is_hidden(value: object) -> bool:
-    """Whether it is a tensor [batch, seq, features] of this rank."""
+    """Whether it is a plain tensor [batch, seq, features]."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim == 3
 
 

@@ -100,7 +100,7 @@ class Apollo(SummingOptimizer):
         try:
             found = re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"{self.title} matrices {pattern!r}: no regular expression: {error}") from None
+            raise ConfigError(f"{self.title} matrices {pattern!r}: not a regular expression: {error}") from None
         groups = self.param_groups
         named = {
             param: name
@@ -112,7 +112,7 @@ class Apollo(SummingOptimizer):
         if not chosen:
             near = difflib.get_close_matches(pattern, named.values(), n=3, cutoff=0) or ["none"]
             raise ConfigError(
-                f"{self.title} matrices {pattern!r}: found in the name of no parameter of two dimensions; nearest: "
+                f"{self.title} matrices {pattern!r}: matches the name of no two-dimensional parameter; nearest: "
                 f"{', '.join(near)}"
             )
         return chosen

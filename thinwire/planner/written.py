@@ -30,7 +30,7 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     for name in names:
         if name not in CHOSEN_FROM:
             problems.messages.append(
-                f"--strategies {name}: what it packs is not priced{nearest(name, CHOSEN_FROM)}; those that are: "
+                f"--strategies {name}: can't be priced{nearest(name, CHOSEN_FROM)}; those that are: "
                 f"{', '.join(CHOSEN_FROM)}"
             )
     if config.stages is not None and machine is not None and machine.num_ranks % max(1, config.stages):

@@ -1,1 +1,1 @@
-"""MoE-Pruner and what it is compared with: weights of a trained model that go to zero at once, without training."""
+"""MoE-Pruner and its baselines: set weights of a trained model to zero at once, without training."""

@@ -1,4 +1,4 @@
-"""Which weights stay: a score for each, and a choice among those of the same row."""
+"""Chooses the weights that stay: by a score for each, compared within a row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ GROUP, GROUP_DROPS = 4, 2
 
 
 def scores(weight: Tensor, norms: Tensor) -> Tensor:
-    """|W[..., i, c]| * norms[..., c], fp32; the norm of input c over tokens, times each token's gate in MoE-Pruner.
+    """|W[..., i, c]| * norms[..., c], fp32, where norms are those of input c over tokens.
 
-    Inputs whose norms are all zero, as those of an expert without a token, leave |W|.
+    For MoE-Pruner each token counts times its gate. If all norms are zero, as for an expert without a token, the score
+    is |W|.
 
     Shape:
-        weight: [..., out, in]. norms: [..., in].
+        weight: [..., out, in]. norms: [..., in]. result: as weight.
+
     Source: "MoE-Pruner: pruning mixture-of-experts large language model using the hints from its router", equation 5;
     Sun et al., "A simple and effective pruning approach for large language models" (Wanda, ICLR 2024).
     """
@@ -27,9 +29,9 @@ def scores(weight: Tensor, norms: Tensor) -> Tensor:
 
 
 def mask_of(score: Tensor, pattern: str, sparsity: float) -> Tensor:
-    """True where a weight stays, bool [..., out, in]; of equal scores, the later ones stay.
+    """True where a weight stays, bool [..., out, in]. Of equal scores, the later ones stay.
 
-    rows: floor(sparsity * in) of a row go. 2:4: two of every four neighbours go.
+    rows: floor(sparsity * in) of each row are removed. 2:4: two of every four neighbours are removed.
     """
     if pattern == "2:4":
         return lowest(score.unflatten(-1, (-1, GROUP)), GROUP_DROPS).logical_not().flatten(-2)

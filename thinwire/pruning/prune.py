@@ -1,4 +1,4 @@
-"""Prunes a model layer by layer: what a layer's inputs are is measured behind the layers that are pruned already."""
+"""Prunes a model layer by layer. A layer's inputs are measured after the layers before it have been pruned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 @dataclass
 class Pruned:
-    """What was pruned. masks: by parameter, True where a weight stays. unused: experts without a token."""
+    """The result of pruning. masks: by parameter, True where a weight stays. unused: experts without a token."""
 
     masks: dict[str, Tensor] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Target:
-    """A matrix to prune, or one of each expert. squares: of its inputs, summed; is_transposed: [experts, in, out]."""
+    """A matrix to prune, or one for each expert. squares: of its inputs, summed. is_transposed: [experts, in, out]."""
 
     name: str
     weight: Tensor
@@ -59,22 +59,22 @@ def prune(
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Pruned:
-    """Set weights of all layers' matrices and experts to zero, in place; routers, embeddings and the output layer stay.
+    """Set weights of all layers' matrices and experts to zero, in place. Routers, embeddings and the output layer stay.
 
-    The batches pass the model once, and each layer twice: before it is pruned, to measure its inputs, and after. Where
-    torch.distributed is initialised, each rank gives batches of its own, and the sums of squares are added over ranks:
-    all have the masks of one process. The collectives block.
+    The batches pass the model once, and each layer twice: before it is pruned, to measure its inputs, and afterwards.
+    If torch.distributed is initialised, each rank gives batches of its own, and the sums of squares are added over
+    ranks: all get the masks of a single process. The collectives block.
 
     Args:
-        model: ours, or a causal LM of transformers 5.
+        model: a model of thinwire, or a causal LM of transformers 5.
         batches: tokens, int64 [batch, seq] each.
         sparsity: share of each row that becomes zero.
         method: moe-pruner, wanda (all gates 1), magnitude (all norms 1), random.
         pattern: rows, or 2:4.
         seed: of `random`.
-        group: of the ranks; by default all.
+        group: the ranks; None: all.
 
-    Raises ConfigError for what can't be pruned. Source: MoE-Pruner, algorithm 1.
+    Raises ConfigError for a model or options that don't allow pruning. Source: MoE-Pruner, algorithm 1.
     """
     check(method, pattern, sparsity)
     layers = layers_of(model)
@@ -124,7 +124,7 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class Call:
-    """What a batch's forward gave each layer beside its input."""
+    """What a batch's forward passes to each layer besides its input."""
 
     given: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
 
@@ -138,7 +138,7 @@ class Call:
 def first_inputs(
     model: nn.Module, layers: list[tuple[str, nn.Module]], batches: Iterable[Tensor]
 ) -> tuple[list[Tensor], list[Call]]:
-    """The first layer's inputs, and what else each layer is called with, of all batches."""
+    """The first layer's inputs for all batches, and the other arguments of each layer."""
     inputs: list[Tensor] = []
     calls: list[Call] = []
 
@@ -163,7 +163,7 @@ def first_inputs(
 
 
 def watched(layer: nn.Module, prefix: str, hooks: ExitStack, is_gated: bool) -> Iterator[Target]:
-    """The targets of a layer. While the hooks are there, each forward adds to their squares.
+    """The targets of a layer. While the hooks exist, each forward adds to their squares.
 
     Raises ConfigError for packed experts of an unknown form, and for a layer with nothing to prune.
     """
@@ -197,11 +197,11 @@ def add_inputs(squares: Tensor) -> Any:
 
 
 def packed(name: str, experts: Any, hooks: ExitStack, is_gated: bool) -> Iterator[Target]:
-    """The targets of experts whose matrices of one kind are one tensor: ours [E, I, H], or those of transformers 5."""
+    """The targets of experts with one tensor per kind of matrix: thinwire's [E, I, H], or those of transformers 5."""
     down = getattr(experts, "down_proj", None)
     is_ours, is_theirs = hasattr(experts, "up_proj"), hasattr(experts, "gate_up_proj") and hasattr(experts, "act_fn")
     if not isinstance(down, nn.Parameter) or not (is_ours or is_theirs) or hasattr(experts, "down_proj_bias"):
-        raise ConfigError(f"{name} is no packed tensor of experts with a gate: prune serves those of transformers 5")
+        raise ConfigError(f"{name} is no packed tensor of experts with a gate: prune supports those of transformers 5")
     inner, outer = down.shape[1:] if is_ours else down.shape[:0:-1]
     of_inputs, of_inner = zeros(len(down), outer), zeros(len(down), inner)
 

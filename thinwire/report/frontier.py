@@ -1,4 +1,7 @@
-"""The frontier: held-out loss over all bytes sent, and who is beaten in both; of a race, and of the recorded runs."""
+"""The frontier of held-out loss and sent bytes, and which methods are worse in both.
+
+Of a race, and of recorded runs.
+"""
 
 from __future__ import annotations
 
@@ -113,10 +116,10 @@ def frontier_svg(outcomes: Sequence[Outcome]) -> str:
 
 
 def recommended(rate: float, recorded: Path = RECORDED) -> str:
-    """A sentence that names the recorded method that is soonest near the exact run's loss on links of `rate` bit/s.
+    """A sentence that names the recorded method that comes near the exact run's loss soonest on links of `rate` bit/s.
 
-    The longest recorded runs and the nearest rate count. Empty if that rate is more than 4 times off, and for runs of
-    fewer than LEAST_STEPS steps, of which no order of methods follows.
+    Uses the longest recorded runs and the nearest rate. Empty if that rate is off by a factor above 4, and for runs of
+    fewer than LEAST_STEPS steps, which don't show an order of methods.
     """
     found = json.loads(recorded.read_text()) if recorded.is_file() else []
     near = min(RATES, key=lambda one: abs(math.log(one / rate)))
@@ -131,7 +134,10 @@ def recommended(rate: float, recorded: Path = RECORDED) -> str:
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:
-    """The contestants that nobody beats in both, fewest bytes first; empty where fewer than three are compared."""
+    """The contestants that no other beats in both loss and bytes, fewest bytes first.
+
+    Empty if fewer than three compete.
+    """
     if len(outcomes) < 3:
         return ""
     best = sorted((one for one in outcomes if one.name not in beaten(outcomes)), key=lambda one: one.sent_bytes)

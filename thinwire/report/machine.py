@@ -1,4 +1,4 @@
-"""The machine on which figures were measured, and what a process has taken of it."""
+"""The machine on which figures were measured, and the memory that a process has used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def num_cores() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has held at once (VmHWM); elsewhere than on Linux, what getrusage says."""
+    """The peak memory of this process (VmHWM); on systems other than Linux, by getrusage."""
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
@@ -39,7 +39,7 @@ def peak_rss_bytes() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Versions of the packages that affect the figures."""
     return {
         "thinwire": __version__,
         "python": platform.python_version(),

@@ -16,18 +16,25 @@ from typing import Any
 class StepMetrics:
     """One optimizer step.
 
-    loss: mean over all ranks and micro-batches. tokens: since the run's first step, over all ranks. exposed_comm_s:
-    seconds rank 0 stood still waiting for communication; compute_s: step_s less that and exposed_disk_s. sent_bytes,
-    received_bytes: payload of rank 0 in this step. codec_s: seconds in which its communication thread packed, unpacked.
-    forward_s: seconds of its forward passes, waiting included. sent_weight_bytes: of sent_bytes, what brought weights.
-    damaged_messages: that came to rank 0 in this step with another checksum than they were sent with, and came again.
-    peak_allocated_bytes: the most that tensors have taken on rank 0's GPU at once, up to this step; 0 on the CPU.
-    pipeline_s: of a pipeline, seconds that rank 0's forwards and backwards took, from the first to the last; bubble:
-    the part of them in which it computed nothing; predicted_pipeline_s, predicted_bubble: as simulated, 0 before.
-    disk_read_bytes, disk_written_bytes: between rank 0's memory and its disk; disk_s: seconds that the disk was busy;
-    exposed_disk_s: seconds that rank 0 stood still waiting for it. dropped_rows: of a mixture of experts, the part of
-    the rows of all ranks and layers that a capacity dropped; needed_capacity: the smallest capacity factor that would
-    have dropped none.
+    Attributes:
+        loss: mean over all ranks and micro-batches.
+        tokens: since the run's first step, over all ranks.
+        exposed_comm_s: seconds that rank 0 waited for communication.
+        compute_s: step_s minus that and exposed_disk_s.
+        sent_bytes, received_bytes: payload of rank 0 in this step.
+        codec_s: seconds in which its communication thread packed and unpacked.
+        forward_s: seconds of its forward passes, waiting included.
+        sent_weight_bytes: the part of sent_bytes that carried weights.
+        damaged_messages: messages to rank 0 in this step with a wrong checksum, which were sent again.
+        peak_allocated_bytes: peak memory of tensors on rank 0's GPU up to this step; 0 on the CPU.
+        pipeline_s: in a pipeline, seconds from the first to the last of rank 0's forwards and backwards.
+        bubble: the share of them in which it computed nothing.
+        predicted_pipeline_s, predicted_bubble: as simulated; 0 before the simulation.
+        disk_read_bytes, disk_written_bytes: between rank 0's memory and its disk.
+        disk_s: seconds in which the disk was busy.
+        exposed_disk_s: seconds that rank 0 waited for it.
+        dropped_rows: in a mixture of experts, the share of the rows of all ranks and layers that a capacity dropped.
+        needed_capacity: the smallest capacity factor that would have dropped none.
     """
 
     step: int
@@ -59,10 +66,14 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class MembershipEvent:
-    """The islands, or stages, that train together have changed; a line of its own between those of the steps.
+    """A change of the islands, or stages, that train together; a line of its own between those of the steps.
 
-    after_step: the last step that was taken before. members, lost, joined: numbers of islands. cost_s: seconds that
-    this island stood still for it. how: what was done in that time. noun: island or stage.
+    Attributes:
+        after_step: the last step before the change.
+        members, lost, joined: numbers of islands or stages.
+        cost_s: seconds that this island waited.
+        how: what was done in that time.
+        noun: island or stage.
     """
 
     event: str = field(default="membership", kw_only=True)
@@ -77,10 +88,10 @@ class MembershipEvent:
 
 
 class MetricsWriter:
-    """Appends lines that survive the process; `records` and `events` hold those of earlier sessions too."""
+    """Appends lines that survive the process. `records` and `events` also hold those of earlier sessions."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        """Open `path`, keeping what lies up to `last_step`: a resumed run writes the later steps anew."""
+        """Open `path`, keeping the lines up to `last_step`: a resumed run writes the later steps again."""
         self.records = [record for record in read_metrics(path) if record.step <= last_step]
         self.events = [event for event in read_events(path) if event.after_step <= last_step]
         lines: list[StepMetrics | MembershipEvent] = sorted([*self.records, *self.events], key=_order)
@@ -91,7 +102,7 @@ class MetricsWriter:
         self._waiting = b""
 
     def write(self, record: StepMetrics | MembershipEvent) -> None:
-        """Append a line, and those that could not be written before. Raises OSError where the disk takes none now."""
+        """Append a line, and those that could not be written before. Raises OSError if the disk refuses them now."""
         if isinstance(record, StepMetrics):
             self.records.append(record)
         else:
@@ -100,7 +111,7 @@ class MetricsWriter:
         self._flush()
 
     def close(self) -> None:
-        """Raises OSError where lines are left that the disk does not take."""
+        """Close the file. Raises OSError if the disk refuses lines that are left."""
         if not self._file.closed:
             with closing(self._file):
                 self._flush()
@@ -122,7 +133,7 @@ def to_line(record: StepMetrics | MembershipEvent) -> str:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The steps of a metrics file; a last line cut short by a dying machine is left out, and so are unknown keys."""
+    """The steps of a metrics file. A last line that was cut short is left out, and so are unknown keys."""
     records, known = [], {item.name for item in fields(StepMetrics)}
     for values in _lines(path):
         if "event" not in values:
@@ -132,7 +143,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def read_events(path: Path) -> list[MembershipEvent]:
-    """The changes of membership that a metrics file tells of."""
+    """The changes of membership in a metrics file."""
     known = {item.name for item in fields(MembershipEvent)}
     told = [values for values in _lines(path) if values.get("event") == MembershipEvent.event]
     return [MembershipEvent(**{k: v for k, v in values.items() if k in known}) for values in told]
@@ -152,7 +163,7 @@ def medians(
 ) -> dict[str, float]:
     """The median over the steps of each named number; the first step, which warms up, is left out if there are more.
 
-    average: another one, where few steps stand out by design.
+    average: another average, for runs in which a few steps stand out by design.
     """
     steady = records[1:] or records
     return {name: average([getattr(record, name) for record in steady]) if steady else 0.0 for name in names}

@@ -1,4 +1,4 @@
-"""What the user sees of a run: a live table on a terminal, plain lines elsewhere."""
+"""The output of a run: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MB = 1e6
 class Progress:
     """Shows steps as they happen.
 
-    num_steps: of the whole run. uncompressed_bytes: of one step, in fp32. sender: whose bytes are shown where ranks
-    send different amounts; empty: each rank's.
+    num_steps: of the whole run. uncompressed_bytes: of one step, in fp32. sender: whose bytes are shown if ranks send
+    different amounts; empty: each rank's.
     """
 
     def __init__(self, num_steps: int, tokens_per_step: int, uncompressed_bytes: float, sender: str = "") -> None:

@@ -41,7 +41,7 @@ def pipeline_rows(run: Run, batch: Batch) -> Iterator[Row]:
         idle = sum(found.idle_s) / (stages * found.makespan_s)
         advice = "a smaller --micro-batch, or more --tokens-per-step, fills it better" if idle > MOST_IDLE else ""
         effect = f"{num} micro-batches a step: stages of equal speed are idle for {idle:.0%} of it with plan "
-        yield f"--stages {stages}", f"{effect}{run.pipeline.plan}, before any link takes time", advice
+        yield f"--stages {stages}", f"{effect}{run.pipeline.plan}, without the time of links", advice
 
 
 def unused_rows(run: Run) -> Iterator[Row]:
@@ -67,7 +67,10 @@ def unused_rows(run: Run) -> Iterator[Row]:
             f"{config.strategy} has no islands, and no stage recovers",
         ),
         "prompt": (config.sample_tokens == 0, "no tokens are generated"),
-        "grad_clip": (clips_nothing, f"no rank of {config.strategy} has the mean gradient, whose norm clips"),
+        "grad_clip": (
+            clips_nothing,
+            f"no rank of {config.strategy} has the mean gradient, so no norm to clip",
+        ),
         "weight_decay": (config.lr == 0, "the learning rate is 0"),
     }
     for name, (is_pointless, reason) in pointless.items():

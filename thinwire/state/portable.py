@@ -242,6 +242,6 @@ def report_optimizer(source: Source, kinds: set[str], fresh: int, num_held: int,
         why = "to this optimizer's betas, so that a step has the moments that it would have had"
         source.note(f"optimizer: {', '.join(changed)}", "transformed", why)
     if fresh:
-        source.note("optimizer", "starts anew", f"for {fresh} of {num_held} parameters, of which not all was saved")
+        source.note("optimizer", "starts anew", f"for {fresh} of {num_held} parameters, whose state was saved in part")
     if lost := sorted(there - kinds):
         source.note(f"optimizer: {', '.join(lost)}", "dropped", "this optimizer does not hold it")

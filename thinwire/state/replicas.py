@@ -63,7 +63,7 @@ def odd_ranks(comm: Communicator, mine: Tensor) -> list[int]:
 def same_options(comm: Communicator, asked: str) -> None:
     """Raise ConfigError if ranks ask for different options. A collective."""
     if odd := odd_ranks(comm, digest([asked.encode()])):
-        raise ConfigError(f"rank {odd[0]} asks for other options than rank {comm.global_ranks[0]}; here: {asked}")
+        raise ConfigError(f"rank {odd[0]} has other options than rank {comm.global_ranks[0]}; here: {asked}")
 
 
 def check_agreement(

@@ -93,7 +93,7 @@ class DiskFile:
         try:
             os.posix_fallocate(self._file, 0, max(self.num_bytes, 1))
         except OSError as error:
-            raise ConfigError(f"store {folder}: no {self.num_bytes / 1e9:.2f} GB to be had: {error.strerror}") from None
+            raise ConfigError(f"store {folder}: no space for {self.num_bytes / 1e9:.2f} GB: {error.strerror}") from None
 
     def _opened(self, flags: int) -> int:
         try:

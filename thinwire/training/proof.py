@@ -61,7 +61,7 @@ class Proof:
         if source.is_same and here == there and here["device"] == "cpu" and not draws:
             return cls(expected, SAME_BITS, "the same layout: bit for bit")
         if here.get("capacity") != (there or {}).get("capacity"):
-            return cls(expected, OTHER_WEIGHTS, "a capacity of other tokens drops other rows")
+            return cls(expected, OTHER_WEIGHTS, "a capacity for other numbers of tokens drops other rows")
         if source.is_exact and not draws:
             before = {**here, **(there or {})}
             dtype = "bf16" if "bf16" in (here["dtype"], before["dtype"]) else "fp32"
@@ -69,7 +69,7 @@ class Proof:
                 return cls(expected, ROUNDING[dtype], f"the same weights, {dtype} sums in another order")
             why = f"the same weights, computed by {here['device']} and by {before['device']} before, in {dtype}"
             return cls(expected, max(ROUNDING[dtype], OTHER_DEVICE), why)
-        return cls(expected, OTHER_WEIGHTS, "codecs round otherwise than in the saved run")
+        return cls(expected, OTHER_WEIGHTS, "codecs round differently from the saved run")
 
     @property
     def row(self) -> Row:

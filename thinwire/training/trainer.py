@@ -127,7 +127,7 @@ class Trainer:
         if self.stage.pipeline is not None:
             link_rows.append(self._border_row(self.stage.pipeline))
         if self.optimizer.weights_pass and config.sample_tokens:
-            why = "every token would read all weights from the disk; `thinwire generate` takes a machine with room"
+            why = "every token would read all weights from the disk; `thinwire generate` needs them in memory"
             link_rows.append((f"--sample-tokens {config.sample_tokens}", "none", why))
         if (lessons := self.engine.distillation) is not None:
             why = "stated" if config.teacher_weight is not None else "with which both losses are equal before this step"

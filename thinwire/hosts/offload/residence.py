@@ -60,7 +60,7 @@ class Residence:
         weights, states = residency.weights == "disk", residency.optimizer != "memory"
         if states and isinstance(inner, SummingOptimizer):
             name = type(inner).__name__
-            raise ConfigError(f"residency: {name} looks across matrices, which a disk gives in pieces; nearest: adamw")
+            raise ConfigError(f"residency: {name} looks across matrices, and a disk gives it pieces; nearest: adamw")
         cut = any(layout.levels.weights_over > 1 for unit in units for layout in unit.layouts)
         if weights and (cut or device.type != "cpu"):
             why = "are cut over ranks already" if cut else f"lie on {device}"

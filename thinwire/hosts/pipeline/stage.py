@@ -71,7 +71,7 @@ class StageChunk(nn.Module):
         output = self.loss(module, micro_batch)
         if len(found) != 1 or output is not found[0]:
             raise ConfigError(
-                "a stage of a pipeline has no loss of another function: `loss` must return what `module(*batch)` gives"
+                "a pipeline computes the model's own loss: `loss` must return the result of `module(*batch)`"
             )
         return output if self.chunk.gives_loss else output.to(self.dtype)
 
@@ -141,8 +141,8 @@ def check_ties(made: Cut) -> None:
     """Raise ConfigError if embedding and head share a weight that the tensor axis cuts, on two stages."""
     if any(isinstance(param, DTensor) for param in made.tied((0, 1), 0).get(1, [])):
         raise ConfigError(
-            "embedding and head share a weight that the tensor axis cuts, and lie on two stages: not served; nearest: "
-            "leave them out of parallelize_module's plan, or untie them"
+            "embedding and head share a weight that the tensor axis cuts, and lie on two stages: not supported; "
+            "nearest: leave them out of parallelize_module's plan, or untie them"
         )
 
 

@@ -101,7 +101,7 @@ def replace_in_hugging_face(
         if attention_mask is not None or dropout:
             raise ConfigError("attention over several ranks takes no mask but the causal one, and no dropout")
         if rule := next((words for name, words in OWN_RULES.items() if others.get(name) is not None), None):
-            raise ConfigError(f"{type(module).__name__} has {rule}, which attention over several ranks does not serve")
+            raise ConfigError(f"{type(module).__name__} has {rule}, which attention over several ranks doesn't support")
         out = attention(query, key, value, is_causal=getattr(module, "is_causal", True), scale=scaling)
         return out.transpose(1, 2), None
 

@@ -16,5 +16,5 @@ def resident_method(method: object, axes: Collection[str] = ()) -> ShardedMethod
             f"residency: {name} keeps all it has in memory; nearest that does not: sdp4bit, zero or frontier"
         )
     if beside := sorted(set(axes) - {"data"}):
-        raise ConfigError(f"residency beside an axis {beside[0]}: not served; nearest: data alone")
+        raise ConfigError(f"residency beside an axis {beside[0]}: not supported; nearest: data alone")
     return method

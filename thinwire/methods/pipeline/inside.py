@@ -56,7 +56,7 @@ def check_spread(options: Pipeline, method: Method | Connected | None, sizes: Ma
             f"head {SPREAD!r} inside of islands: they exchange whole weights, and no stage has these{near}"
         )
     if options.head == SPREAD and tensor > 1:
-        raise ConfigError(f"head {SPREAD!r} beside a tensor axis of {tensor}: not served{near}")
+        raise ConfigError(f"head {SPREAD!r} beside a tensor axis of {tensor}: not supported{near}")
 
 
 def why_not_inside(method: Method | Connected, num_replicas: int) -> str:

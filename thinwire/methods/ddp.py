@@ -116,7 +116,7 @@ class DDPMethod(Method):
         )
 
     def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
-        """DDP's buckets leave as backward fills them, or all at its end where the method needs them together."""
+        """DDP's buckets are sent as backward fills them, or all at its end if the method needs them together."""
         shapes = trained_shapes(model)
         reduction = self.reduction(Place(shapes, topology), 0)
         units = [list(shapes)] if self.single_bucket or self.whole_step else buckets_of(shapes)

@@ -1,4 +1,4 @@
-"""One class for a method's options and for the context around a loop of one's own."""
+"""One class for a method's options, and for the context that runs it around your own loop."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from thinwire.errors import ConfigError
 
 
 class Front:
-    """Options that, given a model and its optimizer first, make the context that runs the method around a loop.
+    """Options that become a context around a training loop if a model and its optimizer come first.
 
         DiLoCo(sync_every=100)                       the options, as `--strategy diloco` makes them
         DiLoCo(model, optimizer, sync_every=100)     the context; options that are not the method's are the context's
 
-    A frozen dataclass derives from it. brings_step: whether the context takes the steps itself, without an optimizer.
+    A frozen dataclass derives from it. brings_step: the context takes the steps itself, without an optimizer.
     """
 
     brings_step: ClassVar[bool] = False
@@ -33,9 +33,9 @@ class Front:
 
 @singledispatch
 def around(method: object, *loop: Any, **options: Any) -> Any:
-    """The context that runs a method around a loop of one's own; each host registers itself for its kind of method.
+    """The context that runs a method around a loop. Each host registers itself for its kind of method.
 
-    loop: the model, and the optimizer where the method needs one. options: the context's own. Raises ConfigError for a
-    method that no loaded host runs.
+    loop: the model, and the optimizer if the method needs one. options: the context's own. Raises ConfigError if no
+    host for the method is loaded.
     """
     raise ConfigError(f"no host that is loaded runs {type(method).__name__} around a loop: import thinwire.compose")

@@ -78,7 +78,10 @@ class Method(Protocol):
 
     @property
     def has_mean_gradient(self) -> bool:
-        """Whether the host has the mean gradient before the update, and clips it; else the method clips, or nobody."""
+        """Whether the host has the mean gradient before the update, and clips it.
+
+        If not, the method clips, or nothing does.
+        """
         return True
 
     @property
@@ -111,7 +114,7 @@ class Method(Protocol):
         return ""
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise ConfigError where the options do not fit the model, whose shapes alone are used."""
+        """Raise ConfigError if the options do not fit the model, of which only shapes are used."""
         return None
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
@@ -135,7 +138,7 @@ class Method(Protocol):
         return {name: (shape, [(0, shape.numel())]) for name, shape in shapes.items()}
 
     def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
-        """What the plan sends, and when; by default all of it after the last backward."""
+        """The messages of the plan, and when they are sent; by default all after the last backward."""
         found = self.plan(model, topology, micro_batches)
         return PlannedExchanges((1.0,), tuple(plain(found.sent, END)))
 

@@ -1,6 +1,6 @@
-"""LoCo: what the gradient's codecs lose in one step is added to the next, averaged over time and kept in 8 bits.
+"""LoCo: the gradient codecs' error of one step is added to the next gradient, averaged over time and kept in 8 bits.
 
-Ground for the methods that have it as an option: ZeRO++ and SDP4Bit.
+ZeRO++ and SDP4Bit have it as an option.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ STORED = Integer(8, 256, "nearest")
 
 @dataclass(frozen=True, kw_only=True)
 class LoCoOptions:
-    """The options of a method that can keep LoCo's errors."""
+    """The options of a method that can use LoCo."""
 
     loco: bool = False
     """Error feedback of the gradients (LoCo)."""
     loco_beta: float = 0.8
-    """Weight of the old error in the feedback; from 0 to below 1. With loco alone."""
+    """Weight of the old error in the feedback; from 0 to below 1. Only with loco."""
     loco_reset: int = 1024
-    """Steps after which the feedback starts afresh; at least 1. With loco alone."""
+    """Steps after which the feedback starts afresh; at least 1. Only with loco."""
 
     def check_loco(self, *wires: WireFormat) -> None:
-        """Raise ConfigError for values that can't work, and for those that change nothing with these formats."""
+        """Raise ConfigError for values that can't work, and for values that have no effect with these formats."""
         name = type(self).__name__
         if not 0.0 <= self.loco_beta < 1.0:
             raise ConfigError(
@@ -49,7 +49,7 @@ class LoCoOptions:
             raise ConfigError(f"loco of {name} feeds nothing back: its gradients travel in fp32, which loses nothing")
 
     def gradient_memory(self, numels: Sequence[int]) -> LoCo | None:
-        """LoCo's errors, where they are asked for; numels: elements of a piece of each parameter."""
+        """LoCo's errors if `loco` is set, else None. numels: elements of a piece of each parameter."""
         return LoCo(numels, self.loco_beta, self.loco_reset) if self.loco else None
 
 
@@ -58,12 +58,12 @@ class LoCo:
 
     For every piece x that travels with a lossy codec Q, and its error e, zero at first:
         x' = x + e;    Q(x') is sent;    e <- beta e + (1 - beta) (x' - Q(x'))
-    e is kept as 8-bit integers in groups of 256 between steps, and dropped after every `reset_steps` reductions. Where
-    it isn't finite, it becomes zero. numels: elements of a rank's part of each parameter of the module, by which
-    errors are kept, so that a step that leaves a parameter out leaves its errors alone. Another layout drops
-    them: they are moving averages over few steps, of these pieces alone, and no sums.
+    Between steps e is kept as 8-bit integers in groups of 256; it is dropped after every `reset_steps` reductions.
+    Where e isn't finite, it becomes zero. Errors are kept by parameter, so a step without a parameter leaves its errors
+    alone. Another layout drops all errors: they are moving averages over few steps, of these pieces only, and no sums.
 
-    Memory a rank, for N parameters on nodes of L ranks: N (1 + 1/L) bytes and a little more.
+    numels: elements of a rank's part of each parameter of the module.
+    Memory per rank, for N parameters on nodes of L ranks: N (1 + 1/L) bytes and a little more.
     Source: LoCo: Low-Bit Communication Adaptor for Large-scale Model Training (2024).
     """
 
@@ -77,7 +77,7 @@ class LoCo:
         self.state.add_attributes(self, "count")
 
     def of(self, present: Sequence[int]) -> Pieces:
-        """The memory of the next reduction, in which the parameters `present` take part."""
+        """The errors for the next reduction, which covers the parameters `present`."""
         if self.count and self.count % self.reset_steps == 0:
             self.errors.clear()
         self.count += 1
@@ -85,7 +85,7 @@ class LoCo:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes that are kept of one piece."""
+        """Bytes that are kept for one piece."""
         return sum(map(STORED.packet_bytes, self.numels))
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class LoCo:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A LoCo for one reduction; a Feedback, see thinwire.collectives.feedback."""
+    """LoCo's errors in one reduction; a Feedback, see thinwire.collectives.feedback."""
 
     loco: LoCo
     present: Sequence[int]
@@ -102,7 +102,7 @@ class Pieces:
     def encode(
         self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor
     ) -> Tensor:
-        """Pack x + e, and keep what that loses."""
+        """Encode x + e, and keep the error."""
         if codec.traits.lossless:
             return codec.encode(x, seed=seed, counter=counter, out=out)
         error = self._error(piece, x.device)

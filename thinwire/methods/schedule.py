@@ -1,4 +1,4 @@
-"""The step of a method as a graph: what its plan sends, in the order in which its host sends it."""
+"""The step of a method as a graph: the messages of its plan, in the order in which its host sends them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL, RING, FIRST = "all", "ring", "first"
 
 @dataclass(frozen=True)
 class Hop:
-    """One round of messages: what a rank sends in all, and what it packs before and unpacks after."""
+    """One round of messages: bytes that a rank sends in all, that it packs before, and that it unpacks afterwards."""
 
     level: str
     num_bytes: float
@@ -43,10 +43,12 @@ class PlannedExchange:
 
 @dataclass(frozen=True)
 class PlannedExchanges:
-    """All that a method sends in a step.
+    """Everything that a method sends in a step.
 
-    shares: of each unit in the model's computing, in order of forward. ahead: units whose FORWARD exchanges are begun
-    before they are needed; None: all at once. kept_bytes: what the update reads and writes.
+    Attributes:
+        shares: each unit's share of the model's computing, in order of forward.
+        ahead: number of units whose FORWARD exchanges begin before they are needed; None: all at once.
+        kept_bytes: bytes that the update reads and writes.
     """
 
     shares: tuple[float, ...]
@@ -65,7 +67,7 @@ def plain(sent: Mapping[tuple[str, str], int], when: str, to: str = ALL, unit: i
 
 
 def shares_of(model: nn.Module, units: Sequence[Iterable[str]]) -> tuple[float, ...]:
-    """The part of each unit of parameters in computing: its elements, without those of tables that are looked up."""
+    """Each unit's share of computing: its elements, without tables that are only looked up."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     uses = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     used = {id(param) for module in uses for param in module.parameters(recurse=False)}
@@ -77,7 +79,7 @@ def shares_of(model: nn.Module, units: Sequence[Iterable[str]]) -> tuple[float, 
 
 
 def draw(found: PlannedExchanges, grid: Topology, micro_batches: int, computes: Work) -> StepGraph:
-    """The graph of a step in which every rank computes and sends alike.
+    """The graph of a step in which all ranks compute and send alike.
 
     computes: one forward of one micro-batch; a backward is twice as much.
     """
@@ -126,7 +128,7 @@ class _Step:
         self.graph = self.drawing.done()
 
     def _join(self) -> None:
-        """The training thread waits for all that is on its way."""
+        """Make the training thread wait for everything that is on its way."""
         self.last = [last + pending for last, pending in zip(self.last, self.pending, strict=True)]
         self.pending = [() for _ in self.ranks]
 
@@ -137,7 +139,7 @@ class _Step:
             self.last[rank] = self.drawing.task(rank, Work(self.computes.kind, amount), after)
 
     def _all(self, exchanges: Sequence[PlannedExchange], after: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Draw collectives of all ranks; what each rank waits for to have their results."""
+        """Draw collectives of all ranks. Return the tasks for which each rank must wait to have the results."""
         ends: list[tuple[int, ...]] = [() for _ in self.ranks]
         for each in exchanges:
             jobs = [self.drawing.job(rank, after[rank] if after else ()) for rank in self.ranks]
@@ -147,7 +149,7 @@ class _Step:
 
 
 class _Collective:
-    """The tasks of one collective, hop after hop. ends: those that each rank waits for."""
+    """The tasks of one collective, hop after hop. ends: the tasks for which each rank waits."""
 
     def __init__(self, step: _Step, exchange: PlannedExchange, jobs: Sequence[int]) -> None:
         self.grid, self.drawing, self.exchange, self.jobs = step.grid, step.drawing, exchange, jobs

@@ -1,4 +1,4 @@
-"""Any gradient codec on the sharded host, with the feedback that serves it."""
+"""Any gradient codec on the sharded host, with the feedback that it needs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ZeroCompressed(ShardedMethod):
     gradients: str = "sign/512"
     """Codec of the gradients of matrices between nodes, such as topk1%/1024 or randomk1%:bf16:biased."""
     feedback: str = "auto"
-    """What makes up for what the codec loses: none; error, which sends it later; estimates, by which differences travel
-    (EF21); auto: none for an unbiased codec, and error for any other."""
+    """Compensation for what the codec loses: none; error: send it later; estimates: send differences from an estimate
+    (EF21); auto: none for an unbiased codec, else error."""
     fresh: float = 1.0
     """With estimates: share of the new gradient in the momentum that is estimated, above 0 to 1 (EF21-SGDM)."""
     weights: str = "int4/2048"

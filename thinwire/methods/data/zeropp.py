@@ -33,10 +33,10 @@ class ZeroPP(LoCoOptions, FSDPMethod):
     vectors: str = "bf16"
     """Codec of parameters of one dimension, weights and gradients: no stochastic rounding."""
     secondary: bool = True
-    """Keep what a gather brought from other nodes: backward and unchanged weights need nothing from outside."""
+    """Keep the packets that came from other nodes, so that backward and unchanged weights need none from outside."""
     reshard_after_forward: bool = True
-    """Drop whole weights after forward and gather them again for backward. `compress_fsdp` leaves that as fully_shard
-    was told, and prints it."""
+    """Drop whole weights after forward and gather them again for backward. `compress_fsdp` keeps the setting of
+    fully_shard, and prints it."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,4 +1,4 @@
-"""Experts of a mixture over several ranks: who holds which part of which expert, and what rows cost on their way."""
+"""Experts of a mixture over several ranks: which rank holds which part of which expert, and the bytes of rows."""
 
 from thinwire.methods.experts.inside import averages_apart, check_data_method
 from thinwire.methods.experts.layout import ExpertPlacement, place_experts

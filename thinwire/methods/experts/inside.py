@@ -10,7 +10,7 @@ from thinwire.methods.sharded import ShardedMethod
 
 
 def averages_apart(method: Method | Connected) -> bool:
-    """Whether a strategy averages each parameter over the ranks that hold it, whole."""
+    """Whether a strategy averages each whole parameter over the ranks that hold it."""
     return isinstance(method, ShardedMethod) and not isinstance(method.matrix(), LevelFormat)
 
 

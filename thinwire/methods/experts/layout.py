@@ -13,9 +13,9 @@ from thinwire.methods.experts.options import ExpertParallel
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """E experts on W ranks: G = W / s teams of s neighbours; a team has E / G experts, a rank of it 1/s of each.
+    """E experts on W ranks: G = W / s teams of s neighbours. A team has E / G experts, each of its ranks 1/s of each.
 
-    A rank's part of a tensor [E, I, H] is [E / G, I / s, H]: for each of its experts one range of memory, whatever W
+    A rank's part of a tensor [E, I, H] is [E / G, I / s, H]: one range of memory for each of its experts, whatever W
     and s are. Source: Hwang et al., "Tutel" (MLSys 2023), section 3.1.
     """
 
@@ -25,26 +25,26 @@ class ExpertPlacement:
 
     @property
     def teams(self) -> int:
-        """Ranks among which the experts are divided whole."""
+        """Number of teams, over which whole experts are divided."""
         return self.ranks // self.slices
 
     @property
     def each(self) -> int:
-        """Experts of a rank."""
+        """Number of experts of a rank."""
         return self.experts // self.teams
 
     @property
     def of_team(self) -> ExpertPlacement:
-        """The experts of one team, on its ranks alone."""
+        """The placement of one team's experts on its own ranks."""
         return ExpertPlacement(self.each, self.slices, self.slices)
 
     @property
     def whole(self) -> ExpertPlacement:
-        """All experts on one rank of each team, whole."""
+        """The placement of all experts, whole, on one rank of each team."""
         return ExpertPlacement(self.experts, self.teams)
 
     def team(self, rank: int) -> int:
-        """The team of a rank; it has experts team * each to (team + 1) * each - 1."""
+        """The team of a rank. It has experts team * each to (team + 1) * each - 1."""
         return rank // self.slices
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
@@ -54,15 +54,15 @@ class ExpertPlacement:
         return own.narrow(1, rank % self.slices * width, width)
 
     def joined(self, parts: Tensor) -> Tensor:
-        """The whole tensor, of the parts of all ranks [W, E / G, I / s, ...]."""
+        """The whole tensor from the parts of all ranks, [W, E / G, I / s, ...]."""
         by_team = parts.unflatten(0, (self.teams, self.slices)).transpose(1, 2)
         return by_team.reshape(self.experts, parts.shape[2] * self.slices, *parts.shape[3:])
 
     def range(self, shape: torch.Size, rank: int) -> tuple[int, int, int, int]:
         """Where the rank's part lies in a tensor [E, I, ...] of all experts, in elements: (run, row, first, offset).
 
-        Of each expert's `row` elements it has `run` from `first` on. In the ranges of all experts, one after the other,
-        its own begin at `offset`.
+        Of each expert's `row` elements, the rank has `run` from `first` on. If the ranges of all experts are laid one
+        after the other, the rank's begin at `offset`.
         """
         row = shape[1:].numel()
         run = row // self.slices
@@ -74,7 +74,7 @@ class ExpertPlacement:
 
 
 def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> ExpertPlacement:
-    """The placement that the options state. Raises ConfigError where ranks would have unequal parts.
+    """The placement that the options state. Raises ConfigError if ranks would have unequal parts.
 
     hidden_units: of one expert.
     """

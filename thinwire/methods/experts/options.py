@@ -1,4 +1,4 @@
-"""What expert parallelism is asked for: ranks and slices of the experts, and the codecs of rows on their way."""
+"""Options of expert parallelism: ranks and slices of the experts, and the codecs of rows that travel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CODED = ("dispatch", "combine", "gradients", "weights")
 
 
 def in_groups(codec: Codec, size: int) -> str:
-    """The text of a codec with groups of another size, or of bf16, which has no groups, where it can't have those."""
+    """The text of a codec with groups of `size`, or of bf16, which has no groups, if the codec can't have that size."""
     text = str(codec).replace(f"/{codec.block}", f"/{size}", 1)
     try:
         return text if Codec.parse(text).block == size else "bf16"
@@ -26,30 +26,38 @@ def in_groups(codec: Codec, size: int) -> str:
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The experts of each layer over neighbouring ranks, to which the tokens' rows travel; see `Placement`.
+    """Spreads the experts of each layer over neighbouring ranks, to which the tokens' rows travel; see ExpertPlacement.
 
     Raises ConfigError for values that can't work.
     """
 
     parallel: int | Literal["auto"] = 1
-    """Ranks that hold the experts of a layer between them. Each has tokens of its own. auto: in `thinwire train`, as
-    many as need the fewest seconds of the links, which are measured."""
+    """Ranks that share the experts of a layer. Each has tokens of its own.
+
+    auto: in `thinwire train`, the number that needs
+    the fewest seconds on the links, which are measured."""
     slices: int = 1
-    """Ranks that hold an expert between them, in slices of its hidden units; divides parallel."""
+    """Ranks that share one expert, in slices of its hidden units; divides parallel."""
     move: Literal["tokens", "slices", "experts"] = "tokens"
-    """What travels. tokens: each row to all ranks of its expert; slices: these gather their slices, and a row goes to
-    one of them; experts: every rank gathers all experts, and rows stay where they are."""
+    """What travels. tokens: each row, to all ranks of its expert.
+
+    slices: these ranks exchange their slices, and a row goes
+    to one of them; experts: every rank gathers all experts, and rows stay."""
     route: Literal["linear", "2dh", "once"] = "linear"
-    """Of rows. linear: from each rank to each; 2dh: inside a node first, then one message from node to node; once: a
+    """Path of rows. linear: from each rank to each; 2dh: inside a node first, then one message from node to node.
+
+    once: a
     token enters each node once, and one sum comes back."""
     chunks: int = 1
     """Parts, 1 to 32, into which the rows of a layer are cut: experts work on one while others travel."""
     dispatch: str = EXACT
-    """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact. It draws by a row's number alone."""
+    """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact.
+
+    Rounding depends only on a row's number."""
     combine: str = EXACT
-    """Codec of what experts return, such as bf16 or int8/64:nearest, or exact."""
+    """Codec of the experts' results, such as bf16 or int8/64:nearest, or exact."""
     gradients: str = EXACT
-    """Codec of the gradients of all that travels, such as bf16 or int8/64, or exact."""
+    """Codec of the gradients of everything that travels, such as bf16 or int8/64, or exact."""
     weights: str = EXACT
     """Codec of weights that move, such as bf16 or int8/64:nearest, or exact. It must round the same way each time."""
 
@@ -89,7 +97,7 @@ class ExpertParallel:
         return codec_or_exact(self, name, SAME_EACH_TIME if name == "weights" else None)
 
     def fitted(self, width: int) -> ExpertParallel:
-        """The same for rows of `width` elements: groups that nobody stated end where a row ends."""
+        """The same options for rows of `width` elements: groups without a stated size end where a row ends."""
         found = {name: (getattr(self, name), self.codec(name)) for name in CODED}
         changed = {
             name: in_groups(codec, math.gcd(width, codec.block))

@@ -1,4 +1,4 @@
-"""What the rows of a layer send on their way to experts and back."""
+"""Bytes of the rows of a layer on their way to experts and back."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one layer in one micro-batch. counts: [ranks][experts], those that a rank has for each expert.
+    """The rows of one layer in one micro-batch.
 
-    entering: [ranks][nodes], tokens of a rank with any expert in a node; top_k: experts of a token. Both are for rows
-    that enter a node once. dtype: of the rows. of_weights: of the weights of a token's experts.
+    Attributes:
+        counts: [ranks][experts], each rank's rows for each expert.
+        entering: [ranks][nodes], tokens of a rank with any expert in a node; for rows that enter a node once.
+        top_k: experts of a token; for rows that enter a node once.
+        dtype: of the rows. of_weights: dtype of the weights of a token's experts.
     """
 
     counts: Sequence[Sequence[int]]
@@ -38,9 +41,9 @@ class Rows:
         cls, placement: ExpertPlacement, num_tokens: int, top_k: int, width: int, dtype: torch.dtype,
         num_nodes: int = 1, limit: int = 0,
     ) -> Rows:  # fmt: skip
-        """The rows of a router that sends equally many rows to each expert. num_tokens: of a rank.
+        """The rows of a router that sends equally many rows to each expert.
 
-        limit: most rows of a rank for an expert; 0: any number.
+        num_tokens: of a rank. limit: most rows of a rank for an expert; 0: no limit.
         """
         num_experts = placement.experts
         each = -(-num_tokens * top_k // num_experts)
@@ -56,16 +59,16 @@ def sent(
     placement: ExpertPlacement, rows: Rows, options: ExpertParallel, part_numel: int, local_size: int = 1, *,
     in_training: bool = True,
 ) -> dict[Pair, int]:  # fmt: skip
-    """Bytes from rank to rank: forward, and backward too in training.
+    """Bytes from rank to rank, in forward and, in training, backward.
 
-    With n_pe rows of rank p for expert e, p sends sum_e n_pe rows to each of the s ranks that hold parts of e, but to
-    itself, and as many come back. Backward is the same with gradients. In front of the rows are 2 + E / G numbers, of
-    the first chunk alone.
-    Where weights move, a rank sends its part, of `part_numel` elements, to each rank that gathers it, and backward as
-    many gradients; where slices do, a row goes to the one rank of a team at its source's place.
+    With n_pe rows of rank p for expert e, p sends sum_e n_pe rows to each of the s ranks that hold parts of e, except
+    to itself, and receives as many. Backward sends the same rows of gradients. Before the rows of the first chunk, 2 +
+    E / G numbers are sent. If experts move, a rank sends its part, of `part_numel` elements, to each rank that gathers
+    it, and backward as many gradients. If slices move, a row goes to the one rank of a team at its source's place.
 
-    local_size: ranks of a node. By two hops, what is for rank m of any node goes to rank m of this one first; each
-    packet has its number of rows, and each message the sizes of its packets. Of rows that enter once, see sent_once.
+    local_size: ranks per node. With two hops, everything for rank m of any node goes to rank m of this node first; each
+    packet has its number of rows, and each message the sizes of its packets. For rows that enter a node once, see
+    sent_once.
     """
     found: dict[Pair, int] = defaultdict(int)
     for source, home in product(range(placement.ranks), repeat=2):
@@ -97,9 +100,9 @@ def sent(
 def sent_once(
     placement: ExpertPlacement, rows: Rows, options: ExpertParallel, local_size: int, num_ways: int
 ) -> dict[Pair, int]:
-    """The same where a token enters a node once, by the rank at its source's place.
+    """The same if a token enters a node once, through the rank at its source's place.
 
-    Between nodes: its row, the weights and numbers of its experts, and one sum; inside: exact rows of all who entered.
+    Between nodes: its row, the weights and numbers of its experts, and one sum; inside: exact rows of all that entered.
     """
     found: dict[Pair, int] = defaultdict(int)
     num_nodes, per_node = placement.ranks // local_size, placement.experts * local_size // placement.ranks
@@ -131,9 +134,9 @@ def sent_once(
 def packets(
     placement: ExpertPlacement, rows: Rows, options: ExpertParallel, chunk: int, *, counted: bool
 ) -> list[dict[Pair, int]]:
-    """Bytes of a chunk's rows from their source to their home, back, and of the gradients of both.
+    """Bytes of a chunk's rows from their source to their experts, back, and of the gradients of both.
 
-    counted: each has the number of its rows in front; otherwise those of the first chunk to their home alone.
+    counted: every chunk has its number of rows in front; otherwise only the first chunk's rows to their experts.
     """
     ways: list[dict[Pair, int]] = [{}, {}, {}, {}]
     for source, home in product(range(placement.ranks), repeat=2):
@@ -158,7 +161,7 @@ def facts(
 ) -> list[Row]:  # fmt: skip
     """Rows of (asked for, in effect, why): what a rank holds, and what it sends in a step.
 
-    rows: of a micro-batch. expert_numel: elements of one expert in one layer. local_size: ranks of a node.
+    rows: of a micro-batch. expert_numel: elements of one expert in one layer. local_size: ranks per node.
     """
     by_rank: dict[int, int] = defaultdict(int)
     part_numel = placement.experts * expert_numel // placement.ranks

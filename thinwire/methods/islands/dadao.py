@@ -75,7 +75,7 @@ class DadaoLaw:
         return state
 
     def gradient_(self, state: Tensor, gradient: Tensor) -> None:
-        """Take in the gradient of f at x."""
+        """Apply the gradient of f at x."""
         d = gradient - self.nu * state[X] - state[Y_TILDE]
         state[X].sub_(d, alpha=1 / (4 * self.smoothness))
         state[X_TILDE].sub_(d, alpha=1 / (4 * math.sqrt(self.smoothness * self.nu)))
@@ -91,16 +91,16 @@ class DadaoLaw:
 
 @dataclass(frozen=True)
 class DADAO(PairsMethod):
-    """Minimise sum_i f_i, one convex function a rank, over a graph, with no optimizer besides.
+    """Minimise sum_i f_i, one convex function per rank, over a graph, without an optimizer.
 
-    Each rank takes a gradient in when it can, at the time of that step. All x_i approach the minimiser of the sum,
-    whatever the graph and whatever the ranks' speeds. At the end all ranks have the mean of the x_i.
+    Each rank applies its gradient when it can, at the time of that step. All x_i approach the minimiser of the sum,
+    whatever the graph and the ranks' speeds. At the end all ranks have the mean of the x_i.
 
-    `DADAO(model, **options)` is the optimizer of a loop of one's own, and a context that all ranks enter: call its
-    `step()` after backward, and `zero_grad()`. Its other options: `group`, `seed`, `timeout_s`, `checked`, `announce`.
+    `DADAO(model, **options)` is the optimizer of your own loop, and a context that all ranks enter: call its `step()`
+    after backward, and `zero_grad()`. Its other options: `group`, `seed`, `timeout_s`, `checked`, `announce`.
 
-    Raises ConfigError for options that can't work or differ between ranks; PeerLostError, in `step()`, where a
-    neighbour is lost.
+    Raises ConfigError for options that can't work or differ between ranks; PeerLostError, in `step()`, if a neighbour
+    is lost.
     Source: Nabli and Oyallon, "DADAO", ICML 2023.
     """
 
@@ -139,7 +139,7 @@ class DADAO(PairsMethod):
 
 
 def check_constants(smoothness: float, strong_convexity: float) -> None:
-    """Raise ConfigError for constants that no function has."""
+    """Raise ConfigError for constants that no function can have."""
     if not 0 < strong_convexity <= smoothness:
         raise ConfigError(
             f"strong_convexity {strong_convexity:g}, smoothness {smoothness:g}: the first above 0 and at most the "

@@ -13,7 +13,7 @@ from thinwire.methods.outer.method import OuterMethod
 
 @dataclass(frozen=True)
 class DiLoCo(IslandsMethod):
-    """DiLoCo: H inner steps on every island, then one outer Nesterov step with the mean of how far they went.
+    """DiLoCo: H inner steps on every island, then one outer Nesterov step with the mean change of all islands.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023).
     """
@@ -25,7 +25,7 @@ class DiLoCo(IslandsMethod):
     outer_momentum: float = 0.9
     """Momentum of the outer step; from 0 to below 1."""
     error_decay: float | None = None
-    """What of the codec's error is kept and sent later, from 0 to 1; by default the error is lost."""
+    """Share of the codec's error that is kept and sent later, from 0 to 1; by default the error is lost."""
     fedspeed: float | None = None
     """lam of FedSpeed's correction, in units of the inverse curvature, above 0; by default no correction."""
 

@@ -19,21 +19,22 @@ MAX_TICKS = 10
 class FedFix(RoundsMethod):
     """Train islands of unequal speed on one model; every rank is an island.
 
-    An island starts from the server's model, takes K optimizer steps (a job), hands in Delta_i = (its model) - (the
-    model it was sent), and is sent the next one. At every tick all ranks add up what has been handed in since the last:
+    An island starts with the server's model, takes K optimizer steps (a job), sends Delta_i = (its model) - (the model
+    it received), and gets the next model. At every tick all ranks add up the Deltas of jobs that ended since the last
+    tick:
 
-        theta_{n+1} = theta_n + outer_lr sum_i d_i Delta_i        over those who have finished
+        theta_{n+1} = theta_n + outer_lr sum_i d_i Delta_i        over the islands that finished a job
         d_i = (ticks that the job took) p_i                       "ticks", unbiased
         d_i = p_i n / max(N_i, 1), for N_i jobs in n ticks        "estimated"
         d_i = p_i                                                 "importance", biased towards fast islands
 
-    `FedFix(model, optimizer, **options)` is the context around a loop of one's own, which all ranks enter. Its other
-    options: `on_tick`, called with a Tick on another thread after each; `group`, `seed`, `timeout_s`, `checked`,
-    `announce`. The server's model is fp32 on the CPU of every rank, the same bits on all. On leaving the context a
-    rank hands in what it has begun, waits until all ranks leave, and ends with the server's model.
+    `FedFix(model, optimizer, **options)` is the context around your own loop, which all ranks enter. Its other options:
+    `on_tick`, called with a Tick on another thread after each tick; `group`, `seed`, `timeout_s`, `checked`,
+    `announce`. Every rank keeps the server's model, fp32 on the CPU, with the same bits. When a rank leaves the
+    context, it sends the job it has begun, waits until all ranks leave, and gets the server's model.
 
-    Raises ConfigError for options that can't work or differ between ranks; PeerLostError, in `optimizer.step()`, where
-    a rank is lost.
+    Raises ConfigError for options that can't work or differ between ranks; PeerLostError, in `optimizer.step()`, if a
+    rank is lost.
     Source: Fraboni, Vidal, Kameni and Lorenzi, "A General Theory for Federated Optimization with Asynchronous and
     Heterogeneous Clients Updates", JMLR 2023 (FedFix).
     """
@@ -94,7 +95,7 @@ class FedFix(RoundsMethod):
         return MAX_TICKS if self.max_ticks is None else self.max_ticks
 
     def importance_of(self, world_size: int) -> list[float]:
-        """p, of sum 1; raises ConfigError where there is not one number above 0 for each rank."""
+        """p, with sum 1. Raises ConfigError unless there is one number above 0 for each rank."""
         given = [1.0] * world_size if self.importance is None else list(self.importance)
         if len(given) != world_size or min(given) <= 0:
             raise ConfigError(f"importance {given}: one number above 0 for each of the {world_size} ranks")
@@ -105,8 +106,8 @@ class FedFix(RoundsMethod):
     ) -> list[float]:
         """d_i of islands that have finished a job.
 
-        Island i counts q_i = E[d_i 1(i has finished)] at a tick, and the fixed point minimises sum_i q_i f_i: it is
-        that of sum_i p_i f_i exactly where q is proportional to p.
+        At a tick island i has the expected weight q_i = E[d_i 1(i has finished)], and the fixed point minimises
+        sum_i q_i f_i. This is the minimum of sum_i p_i f_i exactly if q is proportional to p.
 
         Args:
             importance: p_i.

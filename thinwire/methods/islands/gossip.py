@@ -1,4 +1,4 @@
-"""Gossip: neighbours on a graph average in pairs, each when its time has come, and nobody waits for all."""
+"""Gossip: neighbours on a graph average in pairs at times of their own, and no rank waits for all."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class A2CiD2:
 class Gossip(PairsMethod):
     """Train with any optimizer and average in pairs along a graph (A2CiD2).
 
-    Every rank keeps a model of its own. After each `optimizer.step()` it takes over what it has learnt from its
-    neighbours meanwhile; nothing else changes the model. At the end all ranks have the mean.
+    Every rank keeps a model of its own. After each `optimizer.step()` it adds the changes that neighbours have sent
+    meanwhile; nothing else changes the model. At the end all ranks have the mean.
 
-    `Gossip(model, optimizer, **options)` is the context around a loop of one's own, which all ranks enter. Its other
-    options: `group`, `seed`, `timeout_s`, `checked`, `announce`.
+    `Gossip(model, optimizer, **options)` is the context around your own loop, which all ranks enter. Its other options:
+    `group`, `seed`, `timeout_s`, `checked`, `announce`.
 
-    Raises ConfigError for options that can't work or differ between ranks; PeerLostError, in `optimizer.step()`, where
-    a neighbour is lost.
+    Raises ConfigError for options that can't work or differ between ranks; PeerLostError, in `optimizer.step()`, if a
+    neighbour is lost.
     Source: Nabli, Belilovsky and Oyallon, "A2CiD2", NeurIPS 2023.
     """
 

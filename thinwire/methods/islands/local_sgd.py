@@ -1,4 +1,4 @@
-"""Local SGD: islands go on with the mean of their weights."""
+"""Local SGD: islands continue with the mean of their weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from thinwire.methods.outer.method import OuterMethod
 
 @dataclass(frozen=True)
 class LocalSGD(IslandsMethod):
-    """Local SGD: every H inner steps each island goes on with the mean of all islands' weights.
+    """Local SGD: after every H inner steps all islands continue with the mean of their weights.
 
-    Source: Stich, "Local SGD converges fast and communicates little" (ICLR
-    2019); Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (ICLR 2020).
+    Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019); Lin, Stich, Patel and Jaggi, "Don't
+    use large mini-batches, use local SGD" (ICLR 2020).
     """
 
     name: ClassVar[str] = "local-sgd"

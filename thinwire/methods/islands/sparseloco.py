@@ -1,4 +1,4 @@
-"""SparseLoCo: the largest part of what an island has learnt travels, and what stays behind takes momentum's place."""
+"""SparseLoCo: islands send the largest part of their change; the rest is kept and replaces the outer momentum."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from thinwire.methods.outer.method import OuterMethod
 
 @dataclass(frozen=True)
 class SparseLoCo(IslandsMethod):
-    """SparseLoCo: H inner steps on every island, then plain descent along the largest of their residuals.
+    """SparseLoCo: H inner steps on every island, then a plain outer step along the largest of their residuals.
 
-        e <- beta e + x - w                    e is this island's alone
+        e <- beta e + x - w                    e belongs to this island
         c  = C(e);  e <- e - c                 the largest of each chunk, in 2 bits
         x <- x - lr (mean over islands of c)
 
-    An element that is small in every round adds up in e until it is sent, so that e does what an outer momentum would.
+    An element that is small in every round adds up in e until it is sent, so e has the effect of an outer momentum.
 
     Raises ConfigError for values out of range, and for a codec that is no contraction.
     Source: Sarfi, Therien, Lidin and Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo" (2025),
@@ -30,7 +30,7 @@ class SparseLoCo(IslandsMethod):
     sync_every: int = 15
     """Inner steps H between two exchanges of one fragment; at least 1."""
     error_decay: float = 0.95
-    """What of the error is kept, beta; from 0 to 1."""
+    """Share of the error that is kept, beta; from 0 to 1."""
     codec: str = field(default="topk1.5625%/4096:(sign/64:bf16+twice)", kw_only=True)
     """Codec of what islands send to each other; one that loses less than all, as `topk`, `sign` and `:nearest` do."""
     outer_lr: float = 1.0

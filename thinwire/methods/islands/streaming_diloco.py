@@ -32,7 +32,7 @@ class StreamingDiLoCo(IslandsMethod):
     outer_momentum: float = 0.9
     """Momentum of the outer step; from 0 to below 1."""
     error_decay: float | None = None
-    """What of the codec's error is kept and sent later, from 0 to 1; by default the error is lost."""
+    """Share of the codec's error that is kept and sent later, from 0 to 1; by default the error is lost."""
     codec: str = field(default="e3m0/256:bf16:nearest", kw_only=True)
 
     def outer(self) -> OuterMethod:

@@ -1,4 +1,4 @@
-"""What a process may hold in memory and what lies on a disk: options and arithmetic."""
+"""Options and arithmetic of training with a part of the state on a disk."""
 
 from thinwire.methods.memory.floor import Floor, settled
 from thinwire.methods.memory.inside import resident_method

@@ -1,4 +1,4 @@
-"""The least memory that a process can train in, by part."""
+"""The least memory in which a process can train, part by part."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ FULL_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Floor:
-    """Bytes that a process needs, by part, with what its residency puts on the disk; activations are not among them.
-
-    disk: bytes that lie there.
-    """
+    """Bytes that a process needs, by part, under its residency; without activations. disk: bytes on the disk."""
 
     parts: dict[str, int]
     disk: int
@@ -40,7 +37,7 @@ class Floor:
     def of(
         cls, residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int
     ) -> Floor:
-        """The floor of a rank. model: only its shapes are used."""
+        """The least memory of a rank. model: only its shapes are used."""
         plan = method.plan(model, topology, micro_batches)
         parts = {"process": PROCESS_BYTES} | plan.memory
         disk = 0
@@ -61,7 +58,7 @@ class Floor:
         return sum(self.parts.values())
 
     def check(self, memory_bytes: int | None) -> None:
-        """Raise ConfigError, with all parts, for a budget below it."""
+        """Raise ConfigError, listing all parts, for a budget below it."""
         if memory_bytes is None or memory_bytes >= self.num_bytes:
             return
         listed = ", ".join(f"{name} {num_bytes / 1e6:.0f} MB" for name, num_bytes in self.parts.items())
@@ -72,7 +69,7 @@ class Floor:
 
 
 def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tuple[Unit, ...]:
-    """The buckets of a model, of which only the shapes are used."""
+    """The buckets of a model, of which only shapes are used."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     return method.units(model, trained, [method.levels(topology)], lambda _: 0, None)
 
@@ -81,7 +78,7 @@ def settled(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1,
     kept: int | None = None,
 ) -> Residency:  # fmt: skip
-    """The residency with weights and activations where `auto` puts them.
+    """The residency with `auto` decided for weights and activations.
 
     model: only its shapes are used. kept: bytes that a forward keeps for its backward; None: not known.
     """

@@ -1,4 +1,4 @@
-"""What a residency does not work with."""
+"""Checks what a residency can be combined with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.methods.sharded import ShardedMethod
 
 
 def resident_method(method: object, axes: Collection[str] = ()) -> ShardedMethod:
-    """The method itself, if parts of training by it can lie on a disk on these axes of a mesh. Raises ConfigError."""
+    """The method itself, if parts of its state can lie on a disk beside these axes of a mesh. Raises ConfigError."""
     if not isinstance(method, ShardedMethod):
         name = getattr(method, "name", type(method).__name__)
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where the parts of a training lie under a budget, and what a step moves between memory and disk."""
+"""Where the parts of a training lie under a budget, and the bytes that a step moves between memory and disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPARE_BYTES, USED_SHARE = 100_000_000, 2 / 3
 
 
 class MemoryPart(NamedTuple):
-    """A part of what a rank holds, in bytes: in memory at its largest, on the disk, and what a step moves."""
+    """A part of what a rank holds, in bytes: its peak in memory, its size on the disk, and the traffic of a step."""
 
     name: str
     memory: int
@@ -29,20 +29,20 @@ class MemoryPart(NamedTuple):
 
 
 def stays(room_bytes: int) -> int:
-    """How much more may stay in memory where there is so much room."""
+    """How many bytes more may stay in memory if `room_bytes` are free."""
     return max(0, int((room_bytes - SPARE_BYTES) * USED_SHARE))
 
 
 def placed(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int, kept: int
 ) -> Iterator[MemoryPart]:
-    """The parts of a rank's training, once room is known; see `Residence.after_update`.
+    """The parts of a rank's training after the free memory is known; see `Residence.after_update`.
+
+    With W bytes of weights on the disk, of which C stay in memory, and m micro-batches, a step reads (2 m + 1) (W - C),
+    or (3 m + 1) (W - C) if layers are recomputed, and writes W, or nothing if all stay. States are read and written
+    except those that stay.
 
     residency: without "auto" for weights. kept: bytes that a forward keeps. model: only its shapes are used.
-
-    With W bytes of weights on the disk, of which C stay, and m micro-batches, a step reads (2 m + 1) (W - C), or
-    (3 m + 1) (W - C) where layers are computed again, and writes W, or nothing where all stay. Of states, it reads and
-    writes what does not stay.
     """
     floor = Floor.of(residency, method, model, topology, micro_batches)
     plan = method.plan(model, topology, micro_batches)
@@ -76,7 +76,7 @@ def placed(
 def efficiency(tokens: int, disk_rate: float, flops: float) -> float:
     """The share of time in which a rank computes, if it waits for weights that come from a disk: a b / (a b + f).
 
-    a = tokens of a micro-batch: operations for each byte of weights that moves. b = disk_rate, bytes per second. f =
-    flops, operations per second. Source: ZeRO-Infinity (SC 2021), equations 6 and 9.
+    a = tokens of a micro-batch: operations per byte of weights that moves. b = disk_rate, bytes per second. f = flops,
+    operations per second. Source: ZeRO-Infinity (SC 2021), equations 6 and 9.
     """
     return tokens * disk_rate / (tokens * disk_rate + flops)

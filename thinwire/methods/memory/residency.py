@@ -1,4 +1,4 @@
-"""What of a training process lies in memory, and what on a disk; the arithmetic of both."""
+"""What lies in memory and what on a disk: options and arithmetic."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LEAST_SUB_GROUP = 1024
 
 @dataclass(frozen=True)
 class Residency:
-    """A budget of memory, and a folder on a disk for what does not fit in it.
+    """A budget of memory, and a folder on a disk for everything that does not fit.
 
-    The optimizer's state and the fp32 masters pass through memory in sub-groups: one is read while another is stepped
-    and a third is written. With `auto`, as many of them stay in memory as the budget has room for, which is measured
-    after the first steps. Numbers do not depend on where they lie, but on `states`, by their rounding.
+    Optimizer state and fp32 masters pass through memory in sub-groups: one is read while another is stepped and a third
+    is written. With `auto`, as many of them stay in memory as fit the budget, which is measured after the first steps.
+    Results do not depend on where tensors lie, but on the rounding of `states`.
 
     Raises ConfigError for values that can't work.
     Source: ZeRO-Infinity (SC 2021), sections 5 and 6.
@@ -39,20 +39,22 @@ class Residency:
     store: str | None = None
     """Folder for what does not fit, on a disk of this machine. `thinwire train` takes RUN_DIR/store by default."""
     weights: Literal["auto", "memory", "disk"] = "auto"
-    """Where whole weights lie: memory, disk, or auto: on the disk where the budget is too small for them and their
+    """Where whole weights lie: memory, disk, or auto: on the disk if the budget is too small for them and their
     gradients."""
     optimizer: Literal["auto", "memory", "disk"] = "auto"
-    """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
+    """Where masters and optimizer state lie: memory, disk, or auto: on the disk, except what fits in the budget."""
     states: Literal["fp32", "int8"] = "fp32"
-    """What the optimizer's moments are on the disk: fp32, or int8: integers of 8 bits in groups of 64, rounded without
-    bias, second moments by their square root. Masters stay fp32."""
+    """Form of the optimizer's moments on the disk: fp32, or int8: integers of 8 bits in groups of 64 with unbiased
+    rounding, second moments as square roots. Masters stay fp32."""
     activations: Literal["auto", "keep", "recompute"] = "auto"
-    """What a forward keeps for its backward: keep: all of it; recompute: what each layer is given, from which it is
-    computed again; auto: in `thinwire train`, recompute where the budget asks for it."""
+    """What a forward keeps for its backward: keep: everything.
+
+    recompute: only each layer's input, and the rest is computed
+    again; auto: in `thinwire train`, recompute if the budget needs it."""
     sub_group: int | None = None
-    """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer under a small budget."""
+    """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget."""
     disk_rate: str | None = None
-    """Hold reads and writes together to a rate such as 500MB/s, to try a slower disk."""
+    """Limit reads and writes together to a rate such as 500MB/s, to try out a slower disk."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -76,41 +78,41 @@ class Residency:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The budget; None: there is none."""
+        """The budget in bytes; None: no budget."""
         return None if self.memory is None else read_bytes(self.memory)
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second to which the disk is held; None: its own."""
+        """Bytes per second to which the disk is limited; None: no limit."""
         return None if self.disk_rate is None else read_byte_rate(self.disk_rate)
 
     @property
     def folder(self) -> Path:
-        """Where the store lies. Raises ConfigError where none is stated."""
+        """The folder on the disk. Raises ConfigError if none is stated."""
         if self.store is None:
             raise ConfigError("residency: no store is stated for what does not fit in memory: name a folder on a disk")
         return Path(self.store).expanduser()
 
     def coding(self, kind: str) -> Coding:
-        """How a kind of the optimizer's state lies on the disk."""
+        """How a kind of optimizer state is stored on the disk."""
         return PLAIN if self.states == "fp32" else Coding(Codec.parse(CODECS[self.states]), of_roots=kind in SQUARES)
 
     @property
     def state_share(self) -> float:
-        """What masters and two moments take on the disk, of what they take as fp32."""
+        """Size of masters and two moments on the disk, divided by their size in fp32."""
         return (1 + 2 * Codec.parse(CODECS[self.states]).bits_per_element / (8 * FP32_BYTES)) / 3
 
     def disk_bytes(self, state_bytes: int) -> int:
-        """What masters and two moments of so many bytes in fp32 take of the disk.
+        """Bytes on the disk for masters and two moments of `state_bytes` bytes in fp32.
 
-        Moments that lie there as integers have a second place, in which they are fp32 for a checkpoint.
+        Moments that are stored as integers have a second place on the disk, where they are fp32 for a checkpoint.
         """
         if self.states == "fp32":
             return state_bytes
         return int(self.state_share * state_bytes) + state_bytes * 2 // 3
 
     def sub_group_numel(self, num_kinds: int) -> int:
-        """Elements of a sub-group of so many fp32 numbers each; three sub-groups are in memory at a time."""
+        """Elements of a sub-group with `num_kinds` fp32 numbers each; three sub-groups are in memory at a time."""
         if self.sub_group is not None:
             return self.sub_group
         if self.memory_bytes is None:

@@ -1,4 +1,4 @@
-"""Texts of sizes and of a disk's rates."""
+"""Reads sizes and disk rates from text."""
 
 from __future__ import annotations
 

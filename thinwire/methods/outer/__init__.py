@@ -1,1 +1,1 @@
-"""The ground of methods with an outer optimizer: when islands exchange, what they send, how the result is taken."""
+"""The base of methods with an outer optimizer: when islands exchange, what they send, how the result is used."""

@@ -1,4 +1,4 @@
-"""FedSpeed's ascent: the gradient of an inner step is taken a little uphill of the weights."""
+"""FedSpeed's ascent: an inner step also uses the gradient at a point a little uphill of the weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ EPS = 1e-7
 
 @dataclass(frozen=True)
 class Ascent:
-    """The gradient (1 - alpha) g1 + alpha g2 of an inner step, in the place of g1.
+    """The gradient (1 - alpha) g1 + alpha g2 of an inner step, in place of g1.
 
         g1 = grad f(w)        g2 = grad f(w + rho g1 / (|g1| + 1e-7))
 
-    Both are of the same batch, and of this rank alone: |g1| is the 2-norm of all that the rank's backward has left, and
-    nothing is sent for it. Ranks of one island therefore climb each from the same w in a direction of its own. rho: in
-    units of the weights.
+    Both use the same batch on this rank only: |g1| is the 2-norm of all gradients after the rank's backward, and
+    nothing is sent for it. So each rank of an island climbs from the same w in its own direction. rho: in units of the
+    weights.
 
     Raises ConfigError for a rho that is not positive, or an alpha outside of 0 < alpha <= 1.
     Source: Sun et al., "FedSpeed" (ICLR 2023), algorithm 1, lines 6 to 8, with the norm and the alpha of the authors'
@@ -41,7 +41,7 @@ class Ascent:
     @contextmanager
     @torch.no_grad()
     def uphill(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """From weights w with gradients g1: inside, the weights are uphill, and the gradients (1 - alpha) g1.
+        """Context for weights w with gradients g1: inside, weights are uphill, and gradients are (1 - alpha) g1.
 
         Backward passes inside add to the gradients. Afterwards the weights are w again, bit for bit.
         """

@@ -27,10 +27,10 @@ from thinwire.methods.schedule import END, FIRST, PlannedExchanges, plain
 
 @dataclass(frozen=True)
 class IslandsMethod(Front, Method):
-    """Options of an outer method: a Method, and the front of a context around a loop of one's own.
+    """Options of an outer method: a Method, and the context around your own loop.
 
-    The default group is one island; `connected_to` says which others there are. Raises ConfigError for options or an
-    inner strategy that can't work.
+    The default group is one island; `connected_to` adds the others. Raises ConfigError for options or an inner strategy
+    that can't work.
     """
 
     name: ClassVar[str]
@@ -42,19 +42,24 @@ class IslandsMethod(Front, Method):
     sync_every: int = 100
     """Inner steps H between two exchanges of one fragment; at least 1."""
     codec: str = field(default="fp32", kw_only=True)
-    """Codec of what islands send to each other, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
+    """Codec of messages between islands, such as bf16 or e3m0/256:bf16:nearest (powers of two in 4 bits)."""
     rejoin_steps: int = field(default=10, kw_only=True)
-    """Steps over which the learning rate rises again on an island that has joined others without its optimizer's
-    state; at least 0."""
+    """Steps over which the learning rate rises again on an island that has joined others without optimizer state; at
+    least 0."""
     ascent: float | None = field(default=None, kw_only=True)
-    """How far uphill FedSpeed's ascent takes the gradient of a step, rho, above 0, which doubles the computing; the
-    paper's is 0.1; by default it is taken at the weights alone."""
+    """rho of FedSpeed's ascent: how far uphill the second gradient of a step is taken, above 0. Doubles the computing.
+
+    The
+    paper's is 0.1; by default there is none."""
     ascent_share: float = field(default=1.0, kw_only=True)
-    """Share of the gradient uphill in that of a step, alpha, above 0 and at most 1; the rest is that at the weights."""
+    """alpha of FedSpeed's ascent: share of the uphill gradient in a step, above 0 and at most 1.
+
+    The rest is the gradient
+    at the weights."""
 
     @property
     def climb(self) -> Ascent | None:
-        """FedSpeed's ascent; None: no step takes it. Raises ConfigError for values out of range."""
+        """FedSpeed's ascent; None: not used. Raises ConfigError for values out of range."""
         return None if self.ascent is None else Ascent(self.ascent, self.ascent_share)
 
     @property
@@ -93,7 +98,7 @@ class IslandsMethod(Front, Method):
         self.fragments(model)
 
     def outer(self) -> OuterMethod:
-        """The outer method of these options; raises ConfigError for what does not fit."""
+        """The outer method of these options. Raises ConfigError for options that don't fit."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -112,7 +117,10 @@ class IslandsMethod(Front, Method):
             )
 
     def fragments(self, model: nn.Module) -> list[Layout]:
-        """The parameters of `model` that are exchanged together; raises ConfigError where the options do not fit it."""
+        """The parameters of `model` that are exchanged together.
+
+        Raises ConfigError if the options don't fit the model.
+        """
         method = self.outer()
         return cut(model, method.num_fragments, method.pattern, method.codec.block)
 
@@ -137,17 +145,17 @@ class IslandsMethod(Front, Method):
         return self.inner.settled_after
 
     def connected_to(self, peers: Peers | Callable[[], Peers | None] | None, options: str = "") -> Connected:
-        """The strategy of an island that has peers, which its first rank alone knows, or meets by a function.
+        """The strategy of an island with peers, which only its first rank knows, or a function that meets them.
 
-        options: what all islands must have in common, besides the model and the method.
+        options: a hash of the options that must be equal on all islands, besides the model and the method.
         """
         return Connected(self, peers, options)
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """The inner strategy's on one island, a node; exchanges between them are spread over the steps between.
+        """The inner strategy's plan on one island, a node. Exchanges are spread over the steps between them.
 
-        The rank that is shown is an island's first, which alone sends to others. Where the inner strategy shards, whole
-        weights are gathered inside the island for each exchange.
+        It is the plan of an island's first rank, the only one that sends to other islands. If the inner strategy
+        shards, whole weights are gathered inside the island for each exchange.
         """
         method = self.outer()
         island = Topology(1, topology.local_size)
@@ -167,7 +175,7 @@ class IslandsMethod(Front, Method):
         )  # fmt: skip
 
     def _spread(self, model: nn.Module, topology: Topology) -> dict[tuple[str, str], int]:
-        """Bytes of an exchange between islands that an island's first rank sends, over the steps between."""
+        """Bytes that an island's first rank sends to other islands in an exchange, spread over the steps between."""
         method, fragments = self.outer(), self.fragments(model)
         others, neighbours, every = topology.num_nodes - 1, topology.local_size - 1, method.sync_every
         whole = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
@@ -179,7 +187,7 @@ class IslandsMethod(Front, Method):
         return {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
 
     def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
-        """The inner strategy's inside each island; then what a step costs on average of the exchanges between them."""
+        """The inner strategy's messages inside each island, then an average step's share of the islands' exchanges."""
         inside = self.inner.exchanges(model, Topology(1, topology.local_size), micro_batches)
         return replace(inside, each=(*inside.each, *plain(self._spread(model, topology), END, FIRST)))
 
@@ -194,8 +202,8 @@ class Connected:
 
 
 def connect(method: Method, peers: Callable[[], Peers | None], options: Callable[[], str]) -> Method | Connected:
-    """The method with the island's peers where it is one of islands; any other as it is.
+    """The method with the island's peers if it is a method of islands; any other method unchanged.
 
-    options: what all islands must have in common, besides the model and the method.
+    options: a hash of the options that must be equal on all islands, besides the model and the method.
     """
     return method.connected_to(peers, options()) if isinstance(method, IslandsMethod) else method

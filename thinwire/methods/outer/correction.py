@@ -1,4 +1,4 @@
-"""A correction of inner steps: islands that see different data stay near each other without being held back."""
+"""A correction of inner steps: keeps islands with different data near each other without holding them back."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from thinwire.state.memory import Merge, Place, State
 class ProximalCorrection:
     """gradient + (w - x + h) / lam in every inner step; h <- h + w - x at every exchange.
 
-    x: what the island went on with after the last exchange. h: its memory, from 0, fp32, in the parameters' places. The
-    mean h of all islands is added to the outer parameters, which makes their common optimum a fixed point however many
-    inner steps there are. lam: in units of the inverse curvature; an inner rate needs lr (L + 1/lam) < 2.
+    x: the weights with which the island continued after the last exchange. h: its memory, from 0, fp32, in the
+    parameters' shapes. The mean h of all islands is added to the outer parameters, which makes their common optimum a
+    fixed point for any number of inner steps. lam: in units of the inverse curvature; an inner rate needs lr (L +
+    1/lam) < 2.
 
     Raises ConfigError for a lam that is not positive. Source: Sun et al., "FedSpeed" (ICLR 2023), algorithm 1, in the
     form of its dual variable (h = -lam ghat); its ascent step is Ascent.
@@ -36,21 +37,21 @@ class ProximalCorrection:
         return f"FedSpeed, lam {self.lam:g}"
 
     def correct_(self, gradient: Tensor, weights: Tensor, anchor: Tensor, h: Tensor) -> None:
-        """Add (w - x + h) / lam to a gradient, in place.
+        """Add (w - x + h) / lam to a gradient, in place. All four tensors have one shape.
 
         Args:
             gradient: of the step; changed.
             weights: w, before the step.
             anchor: x.
-            h: the memory. All four have one shape.
+            h: the memory.
         """
         gradient.add_((weights - anchor).add_(h), alpha=1 / self.lam)
 
 
 class CorrectionState(State):
-    """What a correction keeps of each tensor that is stepped, in its shape; shapes: of these tensors, by name.
+    """State of a correction for each tensor that is stepped, in its shape. shapes: of these tensors, by name.
 
-    anchors: x. h: the memory. Both belong to one island's data: others take over neither.
+    anchors: x. h: the memory. Both belong to one island's data, so other islands load neither.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:

@@ -1,4 +1,4 @@
-"""One exchange between islands: everybody's packet to everybody, then a word that all of them are held."""
+"""One exchange between islands: every packet to every island, then a byte that confirms that all have arrived."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ ALIGNMENT = 8
 class Header(NamedTuple):
     """The numbers in front of a packet.
 
-    fingerprint: of the outer parameters from which the packet counts. number: of the fragment's exchange, from 1.
-    weight: of this island in the mean; 0: it only listens. wishes: STOP and RENEW, what this island wishes all to do
-    after it, and LAST, that nothing follows, added up.
+    Attributes:
+        fingerprint: of the outer parameters to which the packet refers.
+        number: of the fragment's exchange, from 1.
+        weight: of this island in the mean; 0: it only listens.
+        wishes: sum of STOP and RENEW, requests of this island for after the exchange, and LAST: no exchange follows.
     """
 
     fingerprint: int
@@ -62,7 +64,7 @@ def message_bytes(codec: Codec, numel: int) -> int:
 
 
 def sent_bytes(codec: Codec, numel: int, num_members: int) -> int:
-    """Bytes that one island sends in an exchange: its message and the commit word, to every other one."""
+    """Bytes that one island sends in an exchange: its message and the confirmation, to every other island."""
     return (num_members - 1) * (message_bytes(codec, numel) + 1)
 
 
@@ -70,14 +72,17 @@ def sent_bytes(codec: Codec, numel: int, num_members: int) -> int:
 class Sync:
     """One exchange of one fragment, of outer gradients of `numel` elements.
 
-    step: after which it was sent. delta: this island's outer gradient, until it is packed. lost: what is added to it,
-    and becomes what the codec has lost of both; None: without error feedback. message: header and packet.
-    received: uint8 [members, bytes], every member's message, in the order of members; complete once it is there.
-    is_committed: every member has said that it holds them all, so whoever is left can apply the same sum. A member
-    whose messages come damaged again and again stops, and is lost for the others.
+    If a member is lost before `received` is complete, there is nothing to apply. If it is lost later, the question is
+    whether any island has applied the sum. If so, all have the messages and apply them; if not, the messages are
+    dropped and sent again. A member whose messages arrive damaged again and again stops, and counts as lost.
 
-    A loss before `received` leaves nothing to apply. A loss after it leaves the question whether somebody has applied
-    the sum: if so, everyone holds the messages, and all apply them; if not, they are dropped and sent once more.
+    Attributes:
+        step: after which it was sent.
+        delta: this island's outer gradient, until it is packed.
+        lost: error feedback, added to delta; then the codec's error. None: no error feedback.
+        message: header and packet.
+        received: uint8 [members, bytes], all members' messages in their order; complete once it is set.
+        is_committed: every member has confirmed that it has all messages, so any member may apply the sum.
     """
 
     header: Header
@@ -94,11 +99,11 @@ class Sync:
 
     @property
     def due(self) -> int:
-        """The step that stands for it; what ends a run comes after that step's own exchanges."""
+        """The step that identifies it. The exchange that ends a run comes after that step's own exchanges."""
         return self.step + self.header.is_last
 
     def submit(self, peers: Peers) -> None:
-        """Start, or start once more with those that are present now."""
+        """Start, or start again with the islands that are present now."""
         if self.future is not None:
             # Whoever was wished for has been met.
             self.header = self.header._replace(wishes=self.header.wishes & ~RENEW)
@@ -163,9 +168,9 @@ class Sync:
         return [Header(*HEADER.unpack(bytes(message[: HEADER.size].numpy()))) for message in self.received]
 
     def check(self, members: tuple[int, ...]) -> None:
-        """Raise unless all members have sent the same fragment, counted from the same outer parameters.
+        """Raise unless all members have sent the same fragment, relative to the same outer parameters.
 
-        MismatchError or ReplicaError; those who only listen are not asked.
+        MismatchError or ReplicaError. Members that only listen are not checked.
         """
         told = {island: header for island, header in zip(members, self.headers(), strict=True) if header.weight}
         first = next(iter(told.values()), self.header)
@@ -182,7 +187,7 @@ class Sync:
                 )
 
     def total(self) -> tuple[Tensor, float]:
-        """The sum of the members' outer gradients by their weights, fp32 in the members' order; the weights' sum."""
+        """The weighted sum of the members' outer gradients, fp32 in the members' order; the sum of the weights."""
         assert self.received is not None
         total, weights = torch.zeros(self.numel), 0.0
         for message, header in zip(self.received, self.headers(), strict=True):

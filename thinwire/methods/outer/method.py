@@ -1,4 +1,4 @@
-"""The choices of an outer method, and its schedule: which fragment is sent after which step."""
+"""The options of an outer method, and its schedule: which fragment is sent after which step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from thinwire.methods.outer.parameters import Nesterov, OuterState
 
 @dataclass(frozen=True)
 class Schedule:
-    """Fragment p of P is sent after step t where t > t_p and H divides t - t_p, t_p = round(p H / P).
+    """Fragment p of P is sent after step t if t > t_p and H divides t - t_p, t_p = round(p H / P).
 
-    sync_every: H, steps between two exchanges of one fragment. overlap_steps: steps that an exchange may take before
-    its result is waited for. start_after: up to this step everything is exchanged after every step; t counts from it.
-    With H >= P no two fragments are sent after one step.
+    With H >= P no two fragments are sent after the same step.
+
+    Args:
+        sync_every: H, steps between two exchanges of one fragment.
+        overlap_steps: steps that an exchange may take before its result is awaited.
+        start_after: up to this step everything is exchanged after every step; t counts from it.
 
     Raises ConfigError for numbers that contradict each other.
     Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), section 3.1; for start_after:
@@ -45,7 +48,7 @@ class Schedule:
         return (2 * fragment * self.sync_every + self.num_fragments) // (2 * self.num_fragments)
 
     def due(self, step: int) -> list[int]:
-        """The fragments that are sent after `step`, which counts from 1."""
+        """The fragments that are sent after `step`, counted from 1."""
         if step <= self.start_after:
             return list(range(self.num_fragments))
         since = step - self.start_after
@@ -55,17 +58,23 @@ class Schedule:
 
 @dataclass(frozen=True)
 class OuterMethod:
-    """Inner steps on every island, and now and then an outer one that all of them take together.
+    """Inner steps on every island, and regular outer steps that all islands take together.
 
-    After H inner steps an island sends D = x - w, the outer parameters x less its own weights w, by `codec`; tau steps
-    later it takes the outer step with the mean D, and goes on with mix * w + (1 - mix) * x. With error feedback it
-    sends C(e) in the place of D, where e <- beta e + D, and keeps e <- e - C(e) for the next time.
+    After H inner steps an island sends D = x - w, the outer parameters x minus its own weights w, with `codec`. tau
+    steps later it takes the outer step with the mean D, and continues with mix * w + (1 - mix) * x. With error feedback
+    it sends C(e) in place of D, where e <- beta e + D, and keeps e <- e - C(e) for the next time.
 
-    sync_every: H. num_fragments, pattern: see `cut`. overlap_steps: tau. start_after: see Schedule. outer_lr,
-    outer_momentum: see Nesterov. correction: see ProximalCorrection; of the whole model, without overlap. rejoin_steps:
-    see Rewarming. error_decay: beta; None: what the codec loses is lost.
+    Args:
+        sync_every: H.
+        num_fragments, pattern: see `cut`.
+        overlap_steps: tau.
+        start_after: see Schedule.
+        outer_lr, outer_momentum: see Nesterov.
+        correction: see ProximalCorrection; of the whole model, without overlap.
+        rejoin_steps: see Rewarming.
+        error_decay: beta; None: no error feedback.
 
-    Raises ConfigError for values out of range or that contradict each other.
+    Raises ConfigError for values out of range, and for values that contradict each other.
     """
 
     sync_every: int
@@ -113,11 +122,11 @@ class OuterMethod:
             raise ConfigError("fedspeed needs all of what islands send at once: leave error_decay out")
 
     def schedule(self, num_fragments: int) -> Schedule:
-        """When which fragment is sent."""
+        """Which fragment is sent when."""
         return Schedule(self.sync_every, num_fragments, self.overlap_steps, self.start_after)
 
     def state(self, fragments: list[Layout]) -> OuterState:
-        """What an island's first rank keeps between exchanges."""
+        """The state that an island's first rank keeps between exchanges."""
         return OuterState(
             fragments, is_corrected=self.correction is not None, has_feedback=self.error_decay is not None
         )

@@ -1,4 +1,4 @@
-"""The outer optimizer, and the state that it steps."""
+"""The outer optimizer and its state."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ NUM_WORDS = 2
 class Nesterov:
     """buf <- mu buf + D, x <- x - lr (D + mu buf), for the mean outer gradient D = mean of x - w.
 
-    lr 1 and momentum 0: x becomes the mean of the islands' weights. Raises ConfigError for values out of range.
-    Source: Douillard et al., "DiLoCo" (2023), algorithm 1; Sutskever et al. (ICML 2013), as torch.optim.SGD has it.
+    With lr 1 and momentum 0, x becomes the mean of the islands' weights. Raises ConfigError for values out of range.
+    Source: Douillard et al., "DiLoCo" (2023), algorithm 1; Sutskever et al. (ICML 2013), in the form of
+    torch.optim.SGD.
     """
 
     lr: float
@@ -39,11 +40,13 @@ class Nesterov:
 
 
 class OuterState(State):
-    """What an island's first rank keeps between exchanges: for each fragment, by its number, fp32 [numel] on the CPU.
+    """State of an island's first rank between exchanges: for each fragment, by its number, fp32 [numel] on the CPU.
 
-    parameters, momentum: of the outer optimizer. correction: the mean of the islands' h, see ProximalCorrection; None
-    without. These three are the same on all islands. lost: error feedback, what codecs have lost of this island's
-    outer gradients; None without. numbers: exchanges applied so far, by fragment.
+    Attributes:
+        parameters, momentum: of the outer optimizer; the same on all islands.
+        correction: the mean of the islands' h, see ProximalCorrection; the same on all islands; None: no correction.
+        lost: error feedback of this island's outer gradients; None: no error feedback.
+        numbers: exchanges applied so far, by fragment.
     """
 
     def __init__(self, fragments: Sequence[Layout], *, is_corrected: bool, has_feedback: bool) -> None:
@@ -93,28 +96,28 @@ class OuterFragment:
 
     @property
     def fingerprint(self) -> int:
-        """Stands for the bits of the parameters."""
+        """A checksum of the bits of the parameters."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.parameters)
         return self._fingerprint
 
     def tensors(self) -> list[Tensor]:
-        """All that an island needs to take part in the exchanges of this fragment, besides `number`."""
+        """All tensors that an island needs to take part in the exchanges of this fragment, besides `number`."""
         return [tensor for tensor in (self.parameters, self.momentum, self.correction) if tensor is not None]
 
     def set_parameters(self, flat: Tensor) -> None:
-        """Take other values."""
+        """Replace the parameters."""
         self.parameters.copy_(flat)
         self._fingerprint = None
 
     def apply(self, rule: Nesterov, total: Tensor, weights: float, num_islands: int) -> None:
-        """One outer step, in fp32.
+        """Take one outer step, in fp32.
 
         Args:
             rule: the outer optimizer.
-            total: the sum of the outer gradients, fp32 [numel].
+            total: the weighted sum of the outer gradients, fp32 [numel].
             weights: the sum of the islands' weights in `total`.
-            num_islands: those whose h is in the mean, present in this exchange or not.
+            num_islands: number of islands whose h is in the mean, present in this exchange or not.
         """
         if weights:
             mean = total / weights
@@ -127,10 +130,12 @@ class OuterFragment:
         self._fingerprint = None
 
     def take_mean(self, total: Tensor, weights: float) -> None:
-        """Become the mean of the islands' weights: momentum of earlier steps would carry the result on, past it.
+        """Set the parameters to the mean of the islands' weights.
+
+        (An outer step's momentum would carry them past the mean.)
 
         Args:
-            total: the sum of the outer gradients, fp32 [numel]; overwritten.
+            total: the weighted sum of the outer gradients, fp32 [numel]; overwritten.
             weights: the sum of the islands' weights in `total`.
         """
         if weights:
@@ -140,7 +145,10 @@ class OuterFragment:
 
 
 def parameters_in(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The outer parameters by name in the state that an island's first rank has saved; shapes: of the model's."""
+    """The outer parameters by name, from the state that an island's first rank saved.
+
+    shapes: of the model's parameters.
+    """
     found: dict[str, Tensor] = {}
     for number, names in enumerate(state["names"]):
         fragment = Layout.of({name: torch.Size(shapes[name]) for name in names}, unit=state["block"])
@@ -149,7 +157,7 @@ def parameters_in(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
 
 
 def merged(weights: Tensor, outer: Tensor, mix: float) -> Tensor:
-    """mix * weights + (1 - mix) * outer: the weights with which an island goes on.
+    """mix * weights + (1 - mix) * outer: the weights with which an island continues.
 
     Args:
         weights: of the island, fp32 [numel].

@@ -1,1 +1,1 @@
-"""The ground of methods without a common step: every rank is an island, and takes steps at its own pace."""
+"""The base of methods without a common step: every rank is an island and steps at its own pace."""

@@ -1,4 +1,4 @@
-"""The base of methods without a common step: every rank is an island, and takes steps when it can."""
+"""The base of methods without a common step: every rank is an island and steps when it can."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from thinwire.table import Row
 
 
 class OwnPaceMethod(Front, Method):
-    """Options of such a method: a Method, and the front of a context around a loop of one's own.
+    """Options of such a method: a Method, and the context around your own loop.
 
-    num_vectors: those of the model's length that are kept beside it, in fp32 on the CPU. rows: of the start-up table,
-    what else a user must know of the method.
+    num_vectors: fp32 vectors of the model's length that are kept on the CPU. rows: further rows of the start-up table
+    that a user of the method must know.
     """
 
     name: ClassVar[str]
@@ -45,10 +45,10 @@ class OwnPaceMethod(Front, Method):
         return "brings no optimizer of its own"
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """Everything is whole on every rank; what is sent is a mean, since the clock decides when."""
+        """Everything is whole on every rank. The bytes are a mean, because the clock decides when messages are sent."""
         raise NotImplementedError
 
     def whole_plan(self, model: nn.Module, sent: Mapping[tuple[str, str], int]) -> MethodPlan:
-        """A MethodPlan of these bytes a step, with everything whole."""
+        """A MethodPlan with these bytes per step and everything whole."""
         whole = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
         return MethodPlan(whole, whole, 2 * whole, sent, other={"vectors of the method": self.num_vectors * whole})

@@ -1,4 +1,4 @@
-"""Who gossips with whom, and when: a graph, its two constants, and the meetings that all nodes draw alike."""
+"""Which nodes gossip with each other, and when: a graph, its two constants, and the meetings, the same on all nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRAPHS = ("complete", "ring", "star")
 
 @dataclass(frozen=True)
 class Meeting:
-    """Two neighbours exchange a message: the how many'th of the whole graph it is, and its time in units."""
+    """Two neighbours exchange a message: its number among all meetings of the graph, and its time in units."""
 
     number: int
     time: float
@@ -30,8 +30,8 @@ class Meeting:
 class Graph:
     """A connected graph of nodes 0, 1, ...; each edge (i, j), i < j, once.
 
-    A meeting takes place on a random edge, all alike: Lap = (1/|E|) sum over edges of (e_i - e_j)(e_i - e_j)^T.
-    Raises ConfigError for edges that lead nowhere or do not connect all nodes.
+    A meeting takes place on a random edge, all equally likely: Lap = (1/|E|) sum over edges of (e_i - e_j)(e_i -
+    e_j)^T. Raises ConfigError for edges to nodes that don't exist, and for edges that do not connect all nodes.
     """
 
     num_nodes: int
@@ -69,7 +69,7 @@ class Graph:
 
     @cached_property
     def chi1(self) -> float:
-        """1 / (smallest positive eigenvalue of Lap): how slowly news reach everybody."""
+        """1 / (smallest positive eigenvalue of Lap): how slowly information reaches all nodes."""
         return 1 / float(self._eigenvalues[1])
 
     @cached_property
@@ -79,7 +79,7 @@ class Graph:
         return max(0.5 * float(self._across(edge) @ inverse @ self._across(edge)) for edge in self.edges)
 
     def meetings(self, rate: float, seed: int) -> Iterator[Meeting]:
-        """Without end: meetings at Poisson times, `rate` of them in a unit of time, each on a random edge."""
+        """Yield meetings without end, at Poisson times, `rate` of them in a unit of time, each on a random edge."""
         # Only `random`, whose bits are the same in every Python.
         draw = random.Random(seed).random
         time, number = 0.0, 0
@@ -99,9 +99,9 @@ class Graph:
 
 
 class Mixing:
-    """expm(A s) for one constant matrix A, on vectors side by side.
+    """expm(A s) for one constant matrix A, applied to vectors side by side.
 
-    matrix: fp64 [V, V]. Eigenvectors would be quicker, and wrong where A has none that are independent.
+    matrix: fp64 [V, V]. Eigenvectors would be faster, but wrong if A has no independent ones.
     """
 
     def __init__(self, matrix: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The base of gossip: neighbours on a graph meet in pairs, and a law says what a meeting changes."""
+"""The base of gossip: neighbours on a graph meet in pairs, and a law defines the effect of a meeting."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def meeting_bytes(numel: int, num_nodes: int) -> int:
 
 
 class Law(Protocol):
-    """The state of a node, and how time and meetings change it; `state` is fp32 [V, n], x first.
+    """The state of a node, and the effect of time and meetings on it. `state` is fp32 [V, n], x first.
 
-    graph: who meets whom. mixing: what time alone does to the state. rate: meetings of the whole graph in a unit of
+    graph: which nodes meet. mixing: effect of time alone on the state. rate: meetings of the whole graph in a unit of
     time.
     """
 
@@ -35,7 +35,7 @@ class Law(Protocol):
     def rate(self) -> float: ...
 
     def start(self, x: Tensor) -> Tensor:
-        """The state of a node that begins at x, fp32 [n]."""
+        """The state of a node that starts with x, fp32 [n]."""
         ...
 
     def message(self, state: Tensor) -> Tensor:
@@ -47,13 +47,13 @@ class Law(Protocol):
 
         Args:
             state: fp32 [V, n].
-            difference: this node's message less the neighbour's, fp32 [n]; the neighbour takes in the opposite.
+            difference: this node's message minus the neighbour's, fp32 [n]; the neighbour gets the opposite.
         """
         ...
 
 
 class GradientLaw(Law, Protocol):
-    """A law that takes steps itself."""
+    """A law that takes gradient steps itself."""
 
     def gradient_(self, state: Tensor, gradient: Tensor) -> None:
         """Change the state by a gradient, in place.
@@ -66,25 +66,28 @@ class GradientLaw(Law, Protocol):
 
 
 class PairsMethod(OwnPaceMethod):
-    """Ranks that meet their neighbours on a graph in pairs, by a law; a GradientLaw where `brings_step`.
+    """A method in which ranks meet their neighbours on a graph in pairs, by a law; a GradientLaw if `brings_step`.
 
-    graph, step_s: options that all of them have; step_s is the unit of time.
+    graph, step_s: options of all such methods; step_s is the unit of time.
     """
 
     graph: str | tuple[tuple[int, int], ...]
     step_s: float
 
     def law(self, num_nodes: int) -> Law:
-        """The law of a graph of so many nodes; raises ConfigError where the options can't work."""
+        """The law for a graph of `num_nodes` nodes. Raises ConfigError if the options can't work."""
         raise NotImplementedError
 
     def check_step(self) -> None:
-        """Raise ConfigError where the unit of time is none."""
+        """Raise ConfigError if step_s is not above 0."""
         if not self.step_s > 0:
             raise ConfigError(f"step_s {self.step_s:g}: the seconds of one local step, above 0")
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """Meetings in a unit of time, one local step, on average over all ranks; the clock decides when."""
+        """Bytes of the meetings in a unit of time, one local step, averaged over all ranks.
+
+        The clock decides when they happen.
+        """
         size = topology.world_size
         numel = sum(shape.numel() for shape in trained_shapes(model).values())
         sent = round(2 * self.law(size).rate / size * meeting_bytes(numel, size))

@@ -1,4 +1,4 @@
-"""The base of rounds at fixed times: islands hand in jobs of some steps, and nobody waits for the slowest."""
+"""The base of rounds at fixed times: islands send jobs of several steps, and no rank waits for the slowest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from thinwire.table import Row
 
 
 class RoundsMethod(OwnPaceMethod):
-    """A server's model that takes a weighted sum of what islands hand in, at every tick of a clock.
+    """A server's model to which a weighted sum of the islands' jobs is added at every tick of a clock.
 
-    Options that all of them have: interval_s, seconds between two ticks; local_steps, optimizer steps of a job;
-    outer_lr, of the sum; codec, of what is handed in; overlap, whether an island trains on while its job travels.
+    Options of all such methods: interval_s, seconds between two ticks; local_steps, optimizer steps of a job; outer_lr,
+    of the sum; codec, of a job's change; overlap, whether an island trains on while its job travels.
     """
 
     interval_s: float
@@ -39,11 +39,11 @@ class RoundsMethod(OwnPaceMethod):
 
     @property
     def most_ticks(self) -> int | None:
-        """Ticks up to which a job's weight grows with its length; None where it does not."""
+        """Number of ticks up to which a job's weight grows with its length; None: it does not grow."""
         raise NotImplementedError
 
     def importance_of(self, world_size: int) -> list[float]:
-        """p, each rank's share of the objective; raises ConfigError where it does not fit the world."""
+        """p, each rank's share of the objective. Raises ConfigError if it does not fit the world."""
         raise NotImplementedError
 
     def weights_of(
@@ -60,7 +60,7 @@ class RoundsMethod(OwnPaceMethod):
         raise NotImplementedError
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """Every rank sends its job to every other once in local_steps; two bytes at each tick are left out."""
+        """Every rank sends its job to every other once in local_steps. The two bytes of each tick are not counted."""
         self.importance_of(topology.world_size)
         lengths = tuple(shape.numel() for shape in trained_shapes(model).values())
         packet = Sections.alone(codec_of(self, "codec"), lengths, range(len(lengths))).packet_bytes(sum(lengths))

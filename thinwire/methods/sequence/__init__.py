@@ -1,4 +1,4 @@
-"""Long sequences over several ranks: who has which tokens and heads, and what the two attentions cost on links."""
+"""Long sequences over several ranks: each rank's tokens and heads, and the bytes of the two attentions."""
 
 from thinwire.methods.sequence.inside import check_strategy
 from thinwire.methods.sequence.layout import SequenceLayout, head_shares, kv_share, nearest_layout, tokens_of, visible

@@ -36,7 +36,7 @@ class SequenceLayout:
 
     @property
     def unit(self) -> int:
-        """What the length of a sequence must be a multiple of; shorter ones are padded."""
+        """Lengths of sequences must be a multiple of this; others are padded."""
         return self.size if self.ring == 1 else 2 * self.size
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class SequenceLayout:
 
     @classmethod
     def parse(cls, method: str, ranks: int) -> SequenceLayout:
-        """The layout that "ulysses", "ring" or "ulysses=2,ring=2" states for so many ranks. Raises ConfigError."""
+        """The layout that "ulysses", "ring" or "ulysses=2,ring=2" states, for `ranks` ranks. Raises ConfigError."""
         if method in (HEADS, RING):
             return cls(ranks, 1) if method == HEADS else cls(1, ranks)
         sizes: dict[str, int] = {}
@@ -63,19 +63,19 @@ class SequenceLayout:
 
 
 def layouts(ranks: int) -> list[SequenceLayout]:
-    """All layouts of so many ranks: most keys and values travel in the first, most heads in the last."""
+    """All layouts of `ranks` ranks, from the largest ring to the most exchange of heads."""
     return [SequenceLayout(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
 
 
 def nearest_layout(heads: int, ranks: int) -> SequenceLayout:
-    """The layout with the largest groups whose ranks all get a head."""
+    """The layout with the largest groups in which every rank gets a head."""
     return next(each for each in layouts(ranks)[::-1] if each.ulysses <= heads)
 
 
 def head_shares(heads: int, ranks: int) -> list[slice]:
-    """The query heads of each rank, in order: ceil(heads / ranks) for the first, one less for the rest.
+    """The query heads of each rank, in order: ceil(heads / ranks) for the first ranks, one less for the others.
 
-    Raises ConfigError where a rank would get none.
+    Raises ConfigError if a rank would get none.
     """
     if heads < ranks:
         which = " or ".join(dict.fromkeys([repr(RING), repr(str(nearest_layout(heads, ranks)))]))
@@ -86,7 +86,10 @@ def head_shares(heads: int, ranks: int) -> list[slice]:
 
 
 def kv_share(share: slice, heads: int, kv_heads: int) -> slice:
-    """The key and value heads that a share of the query heads reads. Ranks whose queries share a head all get it."""
+    """The key and value heads that a share of the query heads needs.
+
+    A head that several ranks need goes to all of them.
+    """
     group = heads // kv_heads
     return slice(share.start // group, -(-share.stop // group))
 
@@ -106,9 +109,10 @@ def tokens_of(layout: SequenceLayout, rank: int, length: int) -> Tensor:
 
 
 def visible(rank: int, source: int, num_tokens: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """What ring group `rank` reads of the keys of group `source`: (queries, keys, whether the mask is causal).
+    """The keys of group `source` that ring group `rank` attends to: (queries, keys, whether the mask is causal).
 
-    num_tokens: of each group. A causal mask between the chunks of two groups is all or nothing, see `tokens_of`.
+    num_tokens: of each group. Under a causal mask, two chunks of different groups attend fully or not at all, see
+    `tokens_of`.
     """
     every, half = slice(0, num_tokens), num_tokens // 2
     if not is_causal or rank == source:

@@ -89,10 +89,11 @@ class SummingOptimizer(Parameterwise):
     summed, from which the bytes follow before anything runs. Other tensors take AdamW's step, with the group's `betas`,
     `eps` and `weight_decay`.
 
-    operation: what the meter calls the sums. codec: of those that may be lossy.
+    title: what messages call it. operation: what the meter calls the sums. codec: of those that may be lossy.
     """
 
     needs_whole_tensors = True
+    title: ClassVar[str]
     num_rounds: ClassVar[int]
     operation: ClassVar[str]
     codec: Codec

@@ -99,6 +99,15 @@ class SummingOptimizer(Parameterwise):
     codec: Codec
     shards: Shards | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """See Parameterwise. Raises ConfigError once it steps pieces: the ranks' sums are not a copy's."""
+        if self.shards is not None:
+            raise ConfigError(
+                f"{self.title} sums over ranks, and a copy would be in none of the sums: copy it before a method "
+                "shards it; nearest: its state_dict()"
+            )
+        return super().__getstate__()
+
     @abstractmethod
     def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the update of a whole parameter of this group looks across its elements."""

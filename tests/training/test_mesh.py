@@ -23,7 +23,7 @@ CUT = "--mesh data=2,tensor=2 --local-size 1"
 WHOLE = "--mesh data=2 --local-size 1"
 STOP = f"--stop-at {SAVED}"
 FP32 = " ".join(f"--frontier.{option}=fp32" for option in ("weights", "intra-gradients", "inter-gradients", "refresh"))
-EXACT = "--pipeline.forward exact --pipeline.backward exact"
+EXACT = "--pipeline.forward fp32 --pipeline.backward fp32"
 DILOCO = "--strategy diloco --diloco.sync-every 2 --inner zero"
 ROWS = {
     "alone": (2, "--strategy zero --local-size 1", ""),

@@ -19,7 +19,7 @@ SMALL = (
     "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120", "--local-size", "1",
     "--steps", str(STEPS),
 )  # fmt: skip
-EXACT = "--pipeline.forward exact --pipeline.backward exact"
+EXACT = "--pipeline.forward fp32 --pipeline.backward fp32"
 STOP = f"--stop-at {SAVED}"
 # A step that changes no weight: what is saved after it is what was loaded.
 STILL = f"--stop-at {SAVED + 1} --lr 1e-30 --allow-resume-drift"

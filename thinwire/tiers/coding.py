@@ -19,7 +19,7 @@ class Coding:
 
     of_roots: packets of square roots, for numbers that are never negative, such as second moments. With integers, a
     root below one step of its group, other than zero, is raised to that step: the numbers divide others, and a zero
-    would blow these up.
+    would blow these up. Tensors are then whole groups.
     """
 
     codec: Codec = field(default_factory=Identity)
@@ -38,8 +38,8 @@ class Coding:
         """Write fp32 [n] to a packet, uint8 [num_bytes(n)]; changes `values`. seed, counter: see Codec."""
         if self.of_roots:
             values.sqrt_()
-            if isinstance(self.codec, Integer) and values.numel():
-                groups = values.view(-1, self.codec.group) if values.numel() % self.codec.group == 0 else values[None]
+            if isinstance(self.codec, Integer):
+                groups = values.view(-1, self.codec.group)
                 least = groups.amax(1, keepdim=True) * (ABOVE_STEP / self.codec.levels)
                 groups.copy_(torch.where(groups > 0, groups.maximum(least), groups))
         self.codec.encode(values, seed=seed, counter=counter, out=packet)

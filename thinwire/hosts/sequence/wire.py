@@ -24,8 +24,8 @@ T = TypeVar("T")
 class SequenceWire:
     """The codecs of an attention, and some ranks of a sequence; its jobs are urgent.
 
-    comm: of all ranks of the sequence. codec, gradients: None is exact. seed: of what codecs draw: forward the same in
-    each pass, so that a recomputed one is the same; backward another each time, counted in `num_drawn`.
+    comm: of all ranks of the sequence. codec, gradients: None: as they are. seed: of what codecs draw: forward the same
+    in each pass, so that a recomputed one is the same; backward another each time, counted in `num_drawn`.
     """
 
     comm: Communicator

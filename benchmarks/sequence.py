@@ -95,8 +95,8 @@ def main() -> None:
     rows = [("DeepSpeed's arithmetic", base_s, 0)]
     for layout in layouts:
         assert len(tokens_of(layout, rank, args.tokens)) == args.tokens // world_size
-        for name in ("exact", "bf16", "int8/64:nearest"):
-            codec = None if name == "exact" else Codec.parse(name)
+        for name in ("fp32", "bf16", "int8/64:nearest"):
+            codec = None if name == "fp32" else Codec.parse(name)
             wire = SequenceWire(comm, codec, codec)
             before = comm.meter.snapshot().sent_bytes
 

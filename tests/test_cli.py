@@ -181,6 +181,8 @@ def test_a_change_that_a_resumed_run_can_not_make(tmp_path: Path, text: Path) ->
         (["explain", "--nodes", "two"], "--nodes two: must be a whole number, such as 2"),
         (["lab", "--nodes", "two", "--", "true"], "--nodes two: must be a whole number, such as 4"),
         (["export", "run", "folder", "--to", "hg"], "--to hg: must be hf"),
+        (["explain", "--mesh", "nonsense=2"], "an axis 'nonsense': must be of island, .*; nearest: data$"),
+        (["explain", "--zeropp.secondary", "yes"], "--zeropp.secondary yes: must be true or false, such as true"),
         (["generate"], "^thinwire generate needs RUN.DIR: The run directory, or the folder"),
     ],
 )
@@ -221,6 +223,19 @@ def test_every_flag_has_a_title_in_the_help() -> None:
     assert sorted(titled) == sorted(item.name for item in fields(TrainConfig) if item.name != "tables")
 
 
+def test_a_truth_of_a_table_is_written_as_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = {"method": Documented}
+    for word, value in {"true": True, "False": False}.items():
+        line = CommandLine("program", LabOptions, tables=lambda: tables)
+        for name in ("mixes", "keeps"):
+            assert line.read([f"--method.{name}", word], problems := Problems())["method"] == {name: value}
+            assert not problems.messages
+    with pytest.raises(SystemExit):
+        CommandLine("program", LabOptions, tables=lambda: tables).read(["--help-all"], Problems())
+    shown = capsys.readouterr().out
+    assert "--method.mixes {true,false}" in shown and "(default: false)" in shown
+
+
 @dataclass(frozen=True)
 class Documented:
     """A class."""
@@ -229,6 +244,8 @@ class Documented:
     """Bits of a value
     on the wire."""
     group: int = 8
+    mixes: bool = False
+    keeps: bool | None = None
 
 
 def test_help_is_the_docstring_under_the_field(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,10 @@ from thinwire.errors import Problems, nearest, type_name
 UNSET: Any = ...
 
 
+# How a truth is written in TOML, and behind a flag.
+TRUTHS = ("true", "false")
+
+
 @dataclass(frozen=True)
 class Also:
     """A word that may follow a switch although it changes nothing, and the rule for words that are not allowed."""
@@ -56,8 +60,11 @@ class Option:
 
     @property
     def spec(self) -> Any:
-        """How tyro reads its value; of another type if tyro can't read it from words."""
-        return ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(self.hint, set(self.markers)))
+        """How tyro reads it; of another type for what it can't read from words."""
+        own = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(self.hint, set(self.markers)))
+        if self.hint not in (bool, bool | None):
+            return own
+        return replace(own, metavar="{true,false}", choices=TRUTHS, instance_from_str=lambda words: words == ["true"])
 
     @property
     def markers(self) -> list[Any]:
@@ -227,7 +234,7 @@ class CommandLine:
         self, option: Option, table: str, texts: Mapping[str, str], reader: Reader | None
     ) -> tuple[str, Any, Any]:
         text = texts.get(option.name) or option.name.replace("_", " ")
-        note = tyro.conf.arg(help=text, help_behavior_hint=_shown(option.default, self.presets.get(table)))
+        note = tyro.conf.arg(help=text, help_behavior_hint=_shown(option, table, self.presets.get(table)))
         if option.is_switch(table):
             return option.name, Annotated[bool | None, tyro.conf.DisallowNone, note], None
         spec = reader(option, table) if reader else option.spec
@@ -312,13 +319,15 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
     """How tyro reads the option, except that an unreadable value becomes a message. is_lenient: see `_parse`."""
     own, kind = option.spec, type_name(option.hint)
     takes_one = own.nargs == 1
-    such_as = "" if option.default in (MISSING, None, ()) else f", such as {option.default}"
+    such_as = "" if option.default in (MISSING, None, ()) else f", such as {_written(option.default)}"
 
     def read(words: list[str]) -> Any:
         if takes_one and not words:
             wrong.append(f"{name}: needs a value, {kind}{such_as}")
             return UNSET
         words = words[:1] if takes_one else words
+        # As Python writes it.
+        words = [word.lower() for word in words] if own.choices == TRUTHS else words
         try:
             if own.choices is None or set(words) <= set(own.choices):
                 return own.instance_from_str(words)
@@ -343,10 +352,16 @@ def _aliases(name: str) -> Any:
     return tyro.conf.arg(aliases=("-h",) if name == "help" else None)
 
 
-def _shown(default: Any, preset: str | None) -> str:
-    """The default as --help shows it; empty if the help text states it already."""
+def _shown(option: Option, table: str, preset: str | None) -> str:
+    """The default, as --help shows it; nothing where the text says what holds by default."""
     if preset is not None:
         return f"(default: {preset})"
-    if default in (MISSING, None, (), ""):
+    if option.default in (MISSING, None, (), ""):
         return ""
-    return f"(default: {'off' if default is False else default})"
+    is_off = option.is_switch(table) and option.default is False
+    return f"(default: {'off' if is_off else _written(option.default)})"
+
+
+def _written(default: Any) -> str:
+    """A default as the user would state it."""
+    return str(default).lower() if isinstance(default, bool) else str(default)

@@ -77,7 +77,7 @@ def test_a_contestant_may_lie_on_the_ranks_in_its_own_way() -> None:
     assert config.tables == {"pipeline": {"forward": "int8/64", "layers": "1,2"}} and config.mesh_shape.pipeline == 2
     assert plain.config(base) == replace(base, strategy="zero")
     for text, message in (
-        ("a=zero[pipeline.fwd=exact]", "pipeline.unknown key 'fwd'"),
+        ("a=zero[pipeline.fwd=fp32]", "pipeline.unknown key 'fwd'"),
         ("a=sdp4bit[stages=0]", "--stages 0"),
     ):
         problems = Problems()

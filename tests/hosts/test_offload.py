@@ -29,8 +29,8 @@ def ways(folder: Path) -> dict[str, Residency | None]:
         "99328": Residency(store=store, sub_group=99_328),
         "all": Residency(store=store, memory="100gb"),
         "weights": Residency(store=store, sub_group=1024, weights="disk"),
-        "int8": Residency(store=store, sub_group=1024, states="int8"),
-        "int8, all": Residency(store=store, memory="100gb", states="int8"),
+        "int8": Residency(store=store, sub_group=1024, states="int8/64"),
+        "int8, all": Residency(store=store, memory="100gb", states="int8/64"),
         "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
     }
 
@@ -226,6 +226,14 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
         ({"sub_group": 0}, "nearest: 1024"),
         ({"sub_group": 2600}, "--residency.sub-group 2600: must be a multiple of 1024; nearest: 3072"),
         ({"optimizer": "tape"}, "one of auto, memory, disk"),
+        ({"states": "imt8"}, "states 'imt8' of Residency: .*did you mean 'int8'"),
+        ({"states": 8}, "states 8 of Residency: must be a string"),
+        ({"states": "int4/64:nearest"}, "rounded at random, .*; nearest: 'int4/64'"),
+        ({"states": "int8/64+zstd"}, "moments must be fp32, or integers .*; nearest: 'int8/64'"),
+        ({"states": "int8/100"}, "in groups that divide 1024; nearest: 'int8/64'"),
+        ({"states": "bf16"}, "moments must be fp32, or integers of 3 bits or more, .*; nearest: 'int8/64'"),
+        ({"states": "int2/64"}, "of 3 bits or more"),
+        ({"states": "int8", "optimizer": "memory"}, "nearest: --residency.optimizer disk, or --residency.states fp32"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:

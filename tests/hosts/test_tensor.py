@@ -302,7 +302,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_choice() -> None:
     assert "no parameter is cut over it" in uncut and "parallelize_module" in uncut
     assert "the data axis takes one method, not none; nearest: [thinwire.Zero()]" in missing
     assert "mesh_dim_names" in nameless
-    assert "did you mean 'tensor'" in misspelt
+    assert "; nearest: tensor" in misspelt
     assert "has no data axis" in dataless
     assert "'dp': must be of" in short and "nearest: data" in short and "nearest: tensor" in short
     assert "'blocks.0.up.weight' of shape (7, 12)" in uneven and "multiple of 2" in uneven

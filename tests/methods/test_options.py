@@ -7,10 +7,25 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 
-from thinwire import DGC, ConfigError, Frontier, Hadamard, Identity, Integer, SDP4Bit, ZeroPP
+from thinwire import (
+    DGC,
+    EF21,
+    ConfigError,
+    ExpertParallel,
+    Frontier,
+    Hadamard,
+    Identity,
+    Integer,
+    Pipeline,
+    SDP4Bit,
+    SequenceParallel,
+    ZeroPP,
+)
 from thinwire.layout.formats import WireFormat
 from thinwire.methods.options import fits
+from thinwire.methods.pipeline.border import Crossing
 from thinwire.registry import STRATEGIES, strategy_named
 
 
@@ -62,6 +77,30 @@ def test_every_option_has_a_type_that_is_checked() -> None:
     ],
 )
 def test_options_of_a_wrong_type_are_named(cls: type, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cls(**options)
+
+
+def test_fp32_sends_a_tensor_as_it_is() -> None:
+    x = torch.randn(6, 10).bfloat16()
+    packet = Crossing("fp32", "bf16").pack("forward", x, 0, 0)
+    assert packet.numel() == 2 * x.numel() == Crossing().packet_bytes("forward", x.numel(), x.dtype)
+    assert torch.equal(Crossing().unpack("forward", packet, x.shape, x.dtype), x)
+    for options in (Pipeline(forward="fp32"), SequenceParallel(2, activations="fp32"), ExpertParallel(dispatch="fp32")):
+        assert not any(isinstance(codec, Identity) for codec in options.codecs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "words"),
+    [
+        (SequenceParallel, {"gradients": "int8/64+zstd"}, "all have the size it promises; nearest: 'int8/64'"),
+        (SequenceParallel, {"activations": "int8/64:stochastic+zstd"}, "not at random; nearest: 'int8/64:nearest'"),
+        (ExpertParallel, {"dispatch": "exact"}, "dispatch 'exact' of ExpertParallel: no codec is called 'exact'"),
+        (Pipeline, {"forward": 8}, "forward 8 of Pipeline: must be a string$"),
+        (EF21, {"codec": "topk1%+zstd"}, "all have the size it promises; nearest: 'topk1%"),
+    ],
+)
+def test_a_codec_that_can_not_travel_there_is_refused_with_the_nearest(cls: type, options: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         cls(**options)
 

@@ -153,7 +153,7 @@ def test_auto_ranks_what_fits_and_says_why(capsys: pytest.CaptureFixture[str]) -
     assert all(priced.memory_bytes <= sizes[len(sizes) // 2] for priced in limited.fastest)
     # On a fast link nothing is gained by rounding, and exact comes first.
     fast = explained(*args, "--rate", "100gbit").search
-    assert fast is not None and fast.fastest[0].candidate.pipeline.forward == "exact"
+    assert fast is not None and fast.fastest[0].candidate.pipeline.forward == "fp32"
 
 
 @pytest.mark.parametrize(

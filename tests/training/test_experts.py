@@ -106,9 +106,9 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
         ("--workers 4 --experts.parallel 3", "must divide the 4 ranks; nearest: --experts.parallel 2"),
         ("--workers 4 --mesh data=2,expert=2 --experts.parallel 4", "give one of them"),
         ("--workers 4 --experts.parallel 4 --experts.slices 3", "and the 4 ranks of --experts.parallel; nearest: 2"),
-        ("--workers 2 --experts.parallel 2 --experts.dispatch int9", "or 'exact'"),
+        ("--workers 2 --experts.parallel 2 --experts.dispatch int9", "dispatch 'int9' of ExpertParallel"),
         ("--workers 2 --experts.dispatch nonsense", "dispatch 'nonsense' of ExpertParallel"),
-        ("--workers 2 --experts.parallel 2 --experts.move experts --experts.combine bf16", "nearest: 'exact'"),
+        ("--workers 2 --experts.parallel 2 --experts.move experts --experts.combine bf16", "nearest: 'fp32'"),
         (
             "--workers 2 --experts.parallel 2 --experts.gradients int8/128",
             "--experts.gradients int8/128: its groups of 128 must end where the rows of 64 end; "

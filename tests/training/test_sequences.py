@@ -17,7 +17,7 @@ SMALL = (
     "--llama.num-hidden-layers", "2", "--dtype", "fp32", "--eval-sequences", "5", "--sample-tokens", "8",
     "--timeout", "120", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
-LOSSY = "--strategy sdp4bit --sequence.parallel 2 --sequence.wire int8/64:nearest --sequence.gradients int8/64"
+LOSSY = "--strategy sdp4bit --sequence.parallel 2 --sequence.activations int8/64:nearest --sequence.gradients int8/64"
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def test_rounded_sequences_resume_bit_for_bit(runs: dict[str, dict[str, Any]]) -
         ("--workers 4 --mesh data=2,sequence=2 --sequence.parallel 4", "give one of them"),
         ("--workers 4 --mesh data=1,sequence=2,tensor=2", "not supported; nearest: data alone"),
         (
-            "--workers 2 --sequence.parallel 2 --sequence.wire int4/64:stochastic",
-            "not at random; nearest: 'int4/64:nearest', or 'exact'",
+            "--workers 2 --sequence.parallel 2 --sequence.activations int4/64:stochastic",
+            "not at random; nearest: 'int4/64:nearest'",
         ),
         ("--workers 4 --sequence.parallel 4 --sequence.method ulysses=3", "has 3 ranks and the sequence 4; nearest"),
         ("--workers 2 --sequence.parallel 2 --strategy diloco", "nearest: data alone"),

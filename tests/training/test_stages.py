@@ -19,7 +19,7 @@ SMALL = (
     "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120", "--local-size", "1",
     "--steps", str(STEPS),
 )  # fmt: skip
-EXACT = "--pipeline.forward exact --pipeline.backward exact"
+EXACT = "--pipeline.forward fp32 --pipeline.backward fp32"
 STOP = f"--stop-at {SAVED}"
 # A step that changes no weight: what is saved after it is what was loaded.
 STILL = f"--stop-at {SAVED + 1} --lr 1e-30 --allow-resume-drift"
@@ -169,7 +169,7 @@ def test_stages_that_are_skipped_are_the_same_in_each_run(runs: RunsOfRanks) -> 
             "head 'spread' inside of islands",
         ),
         (("--stages", "2", "--loss", "cut", "--pipeline.head", "spread"), "--loss cut with head 'spread'"),
-        (("--stages", "4", "--pipeline.delta", "True", "--steps", "2"), "no sequence returns in 2 steps"),
+        (("--stages", "4", "--pipeline.delta", "true", "--steps", "2"), "no sequence returns in 2 steps"),
     ],
 )
 def test_stages_that_do_not_fit_are_refused_before_a_process_starts(

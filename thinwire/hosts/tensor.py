@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
-from thinwire.optim import DionOptimizer, Muon
+from thinwire.optim import DionOptimizer, MatrixOptimizer, Muon
 from thinwire.optim.dion import FACTOR, basis_of
 from thinwire.optim.muon import orthogonalised
 from thinwire.optim.sums import Part, Shards
@@ -190,13 +190,13 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
     mesh: the tensor axis; `misfits` must be empty for it. Raises ConfigError for an optimizer that needs whole tensors,
     other than Muon and Dion.
     """
-    if needs_whole_tensors(optimizer) and not isinstance(optimizer, Muon | DionOptimizer):
+    if needs_whole_tensors(optimizer) and not isinstance(optimizer, MatrixOptimizer):
         nearest = "thinwire.Muon or " if isinstance(optimizer, torch.optim.Muon) else ""
         raise ConfigError(
             f"{type(optimizer).__name__} needs whole tensors, which a tensor axis cuts: take {nearest}an elementwise "
             "optimizer, such as AdamW or SGD"
         )
-    turned = {id(param) for param in optimizer.matrices} if isinstance(optimizer, Muon | DionOptimizer) else set[int]()
+    turned = {id(param) for param in optimizer.matrices} if isinstance(optimizer, MatrixOptimizer) else set[int]()
     orthogonal = {name: param.shape for name, param in model.named_parameters() if id(param) in turned}
     groups = group_of(optimizer)
     options = {name: groups[id(param)] for name, param in model.named_parameters() if name in orthogonal}
@@ -221,7 +221,7 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
         optimizer.state[leaves[id(param)][1]] = {
             key: value.to_local() if isinstance(value, DTensor) else value for key, value in held.items()
         }
-    if isinstance(optimizer, Muon | DionOptimizer):
+    if isinstance(optimizer, MatrixOptimizer):
         # Hosts that cut the parts further put their own in the place of these, which one rank of each axis has whole.
         local = dict(model.named_parameters())
         parts: dict[Tensor, Part] = {
@@ -232,7 +232,7 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
         optimizer.shapes = orthogonal
         if isinstance(optimizer, Muon):
             optimizer.orthogonalise = axis.orthogonalised
-        else:
+        elif isinstance(optimizer, DionOptimizer):
             optimizer.beyond = axis
     for module in axis.places:
         module.register_forward_pre_hook(lambda module, *_: axis.show_whole(module))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError
 
 # From the outside in: ranks of an inner axis are neighbours.
 AXES = ("island", "pipeline", "data", "expert", "sequence", "tensor")
+# The axis that every mesh has.
+NEEDED = "data"
 # What other projects call them.
 ALSO = {
     "dp": "data",
+    "fsdp": "data",
     "replicate": "data",
     "tp": "tensor",
     "pp": "pipeline",
@@ -25,8 +29,8 @@ ALSO = {
 def check_axis(name: str) -> None:
     """Raise ConfigError if `name` is not the name of an axis."""
     if name not in AXES:
-        close = f"; nearest: {ALSO[name]}" if name in ALSO else nearest(name, AXES)
-        raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}{close}")
+        close = ALSO.get(name) or next(iter(difflib.get_close_matches(name, AXES, n=1)), NEEDED)
+        raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}; nearest: {close}")
 
 
 @dataclass(frozen=True)

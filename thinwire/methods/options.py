@@ -49,12 +49,14 @@ def fits(value: Any, hint: Any) -> bool:
 class CodecRule:
     """A method's requirement on a codec, and the message for a codec that breaks it.
 
-    chooses_rounding: a text that states no rounding stands for one that keeps the rule.
+    chooses_rounding: a text that states no rounding stands for one that keeps the rule. nearest: what the message names
+    where no other rounding helps; empty: the option's default.
     """
 
     holds: Callable[[Codec], bool]
     words: str
     chooses_rounding: bool = False
+    nearest: str = ""
 
 
 FLOAT = CodecRule(
@@ -72,48 +74,45 @@ REPEATABLE = CodecRule(
     lambda codec: codec.traits.contraction and (codec.traits.lossless or not codec.traits.unbiased),
     "weights are gathered more than once and must be rounded the same way each time, not at random",
 )
-
-
 SAME_EACH_TIME = CodecRule(
     REPEATABLE.holds, "a forward that is recomputed must be rounded the same way, not at random", chooses_rounding=True
 )
-# What an option states in place of a codec for a tensor's own bytes in its own dtype.
-EXACT = "exact"
+FIXED_SIZE = CodecRule(lambda codec: not codec.has_variable_length, "its packets must all have the size it promises")
+# The text of the codec that loses nothing.
+FP32 = str(Identity())
+# What a start-up table shows for None of `codec_or_none`.
+AS_IT_IS = "as it is"
 
 
-def codec_of(options: Any, field: str, rule: CodecRule | None = None) -> Codec:
+def codec_of(options: Any, field: str, *rules: CodecRule) -> Codec:
     """The codec that the text in a field of a dataclass describes.
 
-    Raises ConfigError for a text that is no codec. For a codec that breaks the rule, the message names the nearest
-    valid one.
+    Raises ConfigError for a text that is no codec. For a codec that breaks one of the rules, the message names the
+    nearest that keeps all of them.
     """
     text = getattr(options, field)
     what = f"{field} {text!r} of {type(options).__name__}"
+    if not isinstance(text, str):
+        raise ConfigError(f"{what}: must be {type_name(str)}")
     try:
         codec = _read(text)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
-    if rule and rule.chooses_rounding and ":stochastic" not in text and not rule.holds(codec):
-        codec = next((variant for variant in _variants(text) if rule.holds(variant)), codec)
-    if rule and not rule.holds(codec):
-        default = next(item.default for item in fields(options) if item.name == field)
-        allowed = (str(variant) for variant in _variants(text) if rule.holds(variant))
-        raise ConfigError(f"{what}: {rule.words}; nearest: {next(allowed, default)!r}")
+    for rule in rules:
+        if rule.chooses_rounding and ":stochastic" not in text and not rule.holds(codec):
+            codec = next((variant for variant in _variants(text) if rule.holds(variant)), codec)
+    for rule in rules:
+        if not rule.holds(codec):
+            default = next(item.default for item in fields(options) if item.name == field)
+            allowed = (str(variant) for variant in _variants(text) if all(rule.holds(variant) for rule in rules))
+            raise ConfigError(f"{what}: {rule.words}; nearest: {next(allowed, rule.nearest or default)!r}")
     return codec
 
 
-def codec_or_exact(options: Any, field: str, rule: CodecRule | None = None) -> Codec | None:
-    """The same, or None for EXACT; a codec whose packets have no fixed size is refused."""
-    text = getattr(options, field)
-    if text == EXACT:
-        return None
-    try:
-        codec = codec_of(options, field, rule)
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or {EXACT!r}") from None
-    if codec.has_variable_length:
-        raise ConfigError(f"{field} {text!r}: its packets have no fixed size; nearest: 'int8/64:nearest'")
-    return codec
+def codec_or_none(options: Any, field: str, *rules: CodecRule) -> Codec | None:
+    """The same; None for fp32, which sends a tensor as it is: what is in bf16 as bf16, equal numbers in fewer bytes."""
+    codec = codec_of(options, field, *rules)
+    return None if isinstance(codec, Identity) else codec
 
 
 def with_feedback(options: Any, field: str, error_feedback: bool | None) -> tuple[Codec, bool]:
@@ -130,11 +129,12 @@ _read = functools.cache(grammar.read)
 
 
 def _variants(text: str) -> Iterator[Codec]:
-    """The codec with its options of rounding changed."""
+    """The codec with its options of rounding changed, and without entropy coding."""
     first, plus, around = text.replace(":stochastic", "").partition("+")
-    for word in (":nearest", ":biased"):
-        for changed in (first.replace(word, ""), first + word):
-            try:
-                yield _read(changed + plus + around)
-            except ConfigError:
-                continue
+    for ending in dict.fromkeys((plus + around, (plus + around).replace("+zstd", ""))):
+        for word in (":nearest", ":biased"):
+            for changed in (first.replace(word, ""), first + word):
+                try:
+                    yield _read(changed + ending)
+                except ConfigError:
+                    continue

@@ -4,6 +4,7 @@ from thinwire.optim.apollo import Apollo, ApolloMini
 from thinwire.optim.dgc_sgd import DGCSGD
 from thinwire.optim.dion import DionOptimizer
 from thinwire.optim.lans import LANS
+from thinwire.optim.matrices import MatrixOptimizer
 from thinwire.optim.muon import Muon
 from thinwire.optim.onebit_adam import OneBitAdamW
 from thinwire.optim.registry import (
@@ -21,6 +22,6 @@ from thinwire.optim.sums import Part, Shards, Sum, SummingOptimizer
 
 __all__ = [
     "Apollo", "ApolloMini", "DGCSGD", "ELEMENTWISE", "GENERAL", "LANS", "MATRIXWISE", "MESHED", "NAMED", "OPTIMIZERS",
-    "SHARDED", "WHOLE", "DionOptimizer", "Muon", "OneBitAdamW", "Part", "Shards", "Sum", "SummingOptimizer",
-    "make_optimizer",
+    "SHARDED", "WHOLE", "DionOptimizer", "MatrixOptimizer", "Muon", "OneBitAdamW", "Part", "Shards", "Sum",
+    "SummingOptimizer", "make_optimizer",
 ]  # fmt: skip

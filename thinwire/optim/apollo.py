@@ -63,8 +63,8 @@ class Apollo(SummingOptimizer):
 
     num_rounds = 2
     operation = "projected gradients"
-    # What messages call it, and whether a matrix has one scale.
-    title: ClassVar[str] = "apollo"
+    title = "apollo"
+    # Whether a matrix has one scale.
     by_tensor: ClassVar[bool] = False
 
     def __init__(

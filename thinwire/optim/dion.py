@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from thinwire.errors import ConfigError
-from thinwire.optim.muon import matrices_of, move, on_one, pieces_of
-from thinwire.optim.parameterwise import check_adamw
-from thinwire.optim.sums import Part, Record, Span, Sum, SummingOptimizer, Update, codec_of_sums
+from thinwire.optim.matrices import MatrixOptimizer, matrices_of, move, on_one, pieces_of
+from thinwire.optim.sums import Part, Record, Span, Sum, Update
 
 TINY = torch.finfo(torch.float32).tiny
 # A column of R that is shorter beside the longest is rounding.
@@ -84,7 +83,7 @@ class Block(NamedTuple):
         return rows.reshape(-1)[self.before :][: self.own.stop - self.own.start]
 
 
-class DionOptimizer(SummingOptimizer):
+class DionOptimizer(MatrixOptimizer):
     """Muon at rank r. Per matrix X [m, n] with gradient G, momentum M, and Q [n, r] of the last step:
 
         B = M + G
@@ -109,10 +108,10 @@ class DionOptimizer(SummingOptimizer):
     Source: Ahn, Xu, Abreu and Langford, "Dion: Distributed orthonormalized updates" (2025), algorithms 1 and 3.
     """
 
+    title = "dion"
     num_rounds = 4
     operation = "orthonormal updates"
-    # Shapes that further axes cut, and who has the other parts, by name.
-    shapes: Mapping[str, torch.Size] = {}
+    # Who has the other parts of what further axes cut.
     beyond: Beyond = Nothing()
 
     def __init__(
@@ -130,17 +129,8 @@ class DionOptimizer(SummingOptimizer):
     ) -> None:
         if rank < 1:
             raise ConfigError(f"dion rank {rank}: must be at least 1; nearest: 1")
-        self.rank, self.codec = rank, codec_of_sums("dion", codec)
-        given = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**given, "orthogonal": orthogonal})
-        for group in self.param_groups:
-            momentum = group["momentum"]
-            is_good = 0 <= momentum < 1
-            check_adamw("dion", group, ("momentum", momentum, is_good, "at least 0 and below 1; the usual: 0.95"))
-
-    def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether it is a matrix, or a stack of them, of a group whose updates are orthonormal."""
-        return group["orthogonal"] and param.dim() in (2, 3)
+        self.rank = rank
+        super().__init__(params, lr, momentum, betas, eps, weight_decay, orthogonal=orthogonal, codec=codec)
 
     def sums(self, parts: Mapping[str, Part]) -> dict[str, Sequence[dict[str, Sum]]]:
         """Rows of B Q to the owner, P back; then the terms of R to the owner, and R back."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.optim.parameterwise import check_adamw
-from thinwire.optim.sums import Part, Span, Sum, SummingOptimizer, Update, codec_of_sums
+from thinwire.optim.matrices import MatrixOptimizer, matrices_of, move, on_one, pieces_of
+from thinwire.optim.sums import Part, Sum, Update
 
 # Coefficients of a quintic with a steep slope at zero: five steps bring singular values near 1.
 QUINTIC = 3.4445, -4.775, 2.0315
@@ -18,7 +17,7 @@ NUM_STEPS = 5
 LEAST_NORM = 1e-7
 
 
-class Muon(SummingOptimizer):
+class Muon(MatrixOptimizer):
     """Per matrix X [m, n] with gradient G:
 
         M <- momentum M + (1 - momentum) G        U = G + momentum (M - G)
@@ -39,35 +38,11 @@ class Muon(SummingOptimizer):
     "Muon is scalable for LLM training" (2025), section 2.2.
     """
 
+    title = "muon"
     num_rounds = 2
     operation = "orthogonal updates"
-    # Shapes that further axes cut, and who orthogonalises a part of such a matrix, by name.
-    shapes: Mapping[str, torch.Size] = {}
+    # Who orthogonalises a part of a matrix that further axes cut, by name.
     orthogonalise: Callable[[str, Tensor], Tensor] = staticmethod(lambda name, x: orthogonalised(x))
-
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-        *,
-        orthogonal: bool = True,
-        codec: str = "bf16",
-    ) -> None:
-        given = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**given, "orthogonal": orthogonal})
-        for group in self.param_groups:
-            momentum = group["momentum"]
-            is_good = 0 <= momentum < 1
-            check_adamw("muon", group, ("momentum", momentum, is_good, "at least 0 and below 1; the usual: 0.95"))
-        self.codec = codec_of_sums("muon", codec)
-
-    def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether it is a matrix, or a stack of them, of a group that becomes orthogonal."""
-        return group["orthogonal"] and param.dim() in (2, 3)
 
     def sums(self, parts: Mapping[str, Part]) -> dict[str, Sequence[dict[str, Sum]]]:
         """To the rank that holds most of a matrix, the one with the least work of several, and from it back."""
@@ -108,42 +83,6 @@ class Muon(SummingOptimizer):
         held: Tensor = state["momentum_buffer"]
         held.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(held, group["momentum"])
-
-
-def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[Span, ...], int]]:
-    """(parameter, number of a matrix in it, the elements that each rank has of it, the rank that owns it).
-
-    The owner holds most of it; of several the one with the least work so far.
-    """
-    work = [0] * max((len(part.spans) for part in parts.values()), default=0)
-    for name, part in parts.items():
-        rows, columns = part.shape[-2:]
-        for key, pieces in pieces_of(part).items():
-            lengths = [last - first for first, last in pieces]
-            owner = max(range(len(pieces)), key=lambda rank: (lengths[rank], -work[rank]))
-            work[owner] += rows * columns * min(rows, columns)
-            yield name, key, pieces, owner
-
-
-def on_one(owner: int, num_ranks: int, length: int) -> tuple[Span, ...]:
-    """Rows of which one rank has all."""
-    return tuple((0, length) if rank == owner else (0, 0) for rank in range(num_ranks))
-
-
-def pieces_of(part: Part) -> dict[str, tuple[Span, ...]]:
-    """Of each matrix of a stack, by its number, the elements that each rank holds."""
-    size, found = part.shape[-2:].numel(), dict[str, tuple[Span, ...]]()
-    for number in range(part.shape.numel() // size if size else 0):
-        inside = [(first - number * size, last - number * size) for first, last in part.spans]
-        held = [(max(first, 0), min(last, size)) for first, last in inside]
-        found[str(number)] = tuple(span if span[0] < span[1] else (0, 0) for span in held)
-    return found
-
-
-def move(param: Tensor, update: Tensor, shape: torch.Size, group: dict[str, Any]) -> None:
-    """Take a step along `update`; shape: of the whole, of which `param` may be a piece."""
-    param.mul_(1 - group["lr"] * group["weight_decay"])
-    param.add_(update, alpha=-0.2 * math.sqrt(max(shape[-2:])) * group["lr"])
 
 
 def orthogonalised(x: Tensor) -> Tensor:

@@ -38,11 +38,11 @@ class OneBitAdamW(Parameterwise):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "floor": floor})
         for group in self.param_groups:
             _check(group)
-        self._freezing: set[int] = set()
+        self._freezing: set[Tensor] = set()
 
     def freeze_after_step(self, params: Iterable[Tensor]) -> None:
         """Freeze the variance of these parameters at the end of the next `step`."""
-        self._freezing = {id(param) for param in params}
+        self._freezing = set(params)
 
     def is_frozen(self, param: Tensor) -> bool:
         """Whether a parameter's `.grad` is used as its momentum."""
@@ -54,7 +54,7 @@ class OneBitAdamW(Parameterwise):
         loss = super().step(closure)
         for group in self.param_groups:
             for param in group["params"]:
-                if id(param) in self._freezing and self.state[param]:
+                if param in self._freezing and self.state[param]:
                     self._freeze(self.state[param], group)
         self._freezing.clear()
         return loss

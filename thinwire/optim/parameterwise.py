@@ -21,6 +21,12 @@ class Parameterwise(torch.optim.Optimizer):
 
     needs_whole_tensors = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has; torch's own would lack all that a class sets itself, such as a codec."""
+        of_torch = dir(torch.optim.Optimizer([torch.empty(1)], {}))
+        own = {name: value for name, value in vars(self).items() if name not in of_torch}
+        return super().__getstate__() | own
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""

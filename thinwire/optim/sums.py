@@ -89,14 +89,24 @@ class SummingOptimizer(Parameterwise):
     summed, from which the bytes follow before anything runs. Other tensors take AdamW's step, with the group's `betas`,
     `eps` and `weight_decay`.
 
-    operation: what the meter calls the sums. codec: of those that may be lossy.
+    title: what messages call it. operation: what the meter calls the sums. codec: of those that may be lossy.
     """
 
     needs_whole_tensors = True
+    title: ClassVar[str]
     num_rounds: ClassVar[int]
     operation: ClassVar[str]
     codec: Codec
     shards: Shards | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See Parameterwise. Raises ConfigError once it steps pieces: the ranks' sums are not a copy's."""
+        if self.shards is not None:
+            raise ConfigError(
+                f"{self.title} sums over ranks, and a copy would be in none of the sums: copy it before a method "
+                "shards it; nearest: its state_dict()"
+            )
+        return super().__getstate__()
 
     @abstractmethod
     def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:

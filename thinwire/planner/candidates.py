@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.methods.pipeline.border import EXACT
+from thinwire.methods.options import FP32
 from thinwire.methods.pipeline.options import FITTED, Pipeline
 
 # Orders that some case makes the fastest; the others hold more, or wait longer on a link.
@@ -65,7 +65,7 @@ def candidates(
     sends anything, and the first strategy stands for all.
     """
     default = (Pipeline.forward, Pipeline.backward)
-    codecs = [(EXACT, EXACT), default]
+    codecs = [(FP32, FP32), default]
     free: dict[str, tuple[str, ...]] = {"plan": PLANS, "recompute": RECOMPUTE}
     free.update({name: (stated[name],) for name in free if name in stated})
     if "forward" in stated or "backward" in stated:

@@ -100,128 +100,156 @@ class Explained:
         return None if self.local_rate is None else 8 * sent / self.local_rate
 
 
+@dataclass(frozen=True)
+class LaidOut:
+    """The model that is priced, and how it lies on the ranks.
+
+    Args:
+        config: with what was found in the place of "auto". names: its strategies.
+        total: trained parameters.
+        model: what a rank of the tensor axis has of it.
+        stages: of a pipeline. grid: its machines. search: what was priced to find the stages.
+        notes: rows of (asked for, in effect, why).
+    """
+
+    config: ExplainConfig
+    names: list[str]
+    shape: MeshShape
+    total: int
+    model: nn.Module
+    stages: Stages | None
+    grid: Grid | None
+    search: Search | None
+    notes: list[Row]
+
+    @property
+    def replicas(self) -> int:
+        """Ranks of the data axis."""
+        return self.shape.sizes["data"]
+
+
 def explain(config: ExplainConfig, problems: Problems) -> Explained:
     """Plans of all strategies. Raises ConfigError with all problems at once."""
-    problems.messages += range_errors(config)
-    rate = read(config.rate, problems)
-    local_rate = read(config.local_rate, problems)
+    out_of_range = list(range_errors(config))
+    problems.messages += out_of_range
+    rates = read(config.rate, problems), read(config.local_rate, problems)
     searched_all = config.stages == AUTO and config.strategy == "all"
     if searched_all:
         config = replace(config, strategy=",".join(SEARCHED))
     names = chosen(config.strategy, problems)
-    model = whole_model = shape = grid = None
-    stages: Stages | None = None
-    result: Search | None = None
-    notes: list[tuple[str, str, str]] = []
-    total = 0
-    if not any(True for _ in range_errors(config)):
+    laid: LaidOut | None = None
+    if not out_of_range:
         with problems.collect():
-            if config.tables.get(EXPERTS, {}).get("parallel") == AUTO:
-                config, row = found_experts(config, names, rate, local_rate)
-                notes.append(row)
-            shape = mesh_of(config)
-            cut = config.memory or config.stages or shape.tensor * shape.pipeline * shape.expert > 1
-            if config.optimizer != ADAMW and cut:
-                raise ConfigError(
-                    f"--optimizer {config.optimizer}: counted on the data axis alone, and in memory: leave --mesh, "
-                    "--stages, --tensor and --memory out; nearest: --optimizer adamw"
-                )
-            model = whole_model = model_of(config)
-            total = sum(param.numel() for param in model.parameters() if param.requires_grad)
-            if config.stages is not None:
-                grid = grid_of(config, rate, local_rate)
-            if config.stages == AUTO and grid is not None:
-                config, result = found_stages(check_can_cut(model), config, names, grid)
-                names, shape = [config.strategy], mesh_of(config)
-            if shape.tensor > 1:
-                cut_skeleton(model, shape.tensor)
-            if shape.pipeline > 1:
-                llama, grid = check_can_cut(model), grid or grid_of(config, rate, local_rate)
-                options, num = Pipeline(**config.tables.get(PIPELINE, {})), config.passes
-                check_spread(options, None, shape.sizes)
-                stages = stages_of(
-                    llama, options, shape.pipeline, num, config.micro_batch, config.seq_len, grid, config.loss,
-                    shape.tensor,
-                )  # fmt: skip
-                notes += notes_on_stages(stages, llama, config, grid)
-                loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, llama.config.vocab_size)
-                if options.head == SPREAD:
-                    loss, why = "plain", f"each stage has its part of the logits: head {SPREAD!r}"
-                notes.append((f"--loss {config.loss}", loss, why))
+            laid = laid_out(config, names, *rates)
+            config, names = laid.config, laid.names
+    methods: dict[str, Method] = {}
     plans: dict[str, MethodPlan] = {}
-    replicas = shape.sizes["data"] if shape is not None else 1
-    mean_over, whole, heaviest = {}, [], {}
-    resident: Resident | None = None
+    heaviest: dict[str, int] = {}
+    notes: list[Row] = [] if laid is None else [*laid.notes]
     for name in names:
         with problems.collect():
             strategy = strategy_of(name, config)
-            if strategy.exchanges_every > 1:
-                mean_over[name] = strategy.exchanges_every
-            if strategy.num_passes > 1:
-                notes.append((f"computing of {name}", f"{strategy.num_passes} times that of others", MORE_PASSES))
-            if strategy.keeps_whole_weights:
-                whole.append(name)
-            if model is not None and whole_model is not None and shape is not None:
-                if shape.tensor > 1 and strategy.not_on_mesh and config.strategy == "all":
-                    notes.append((f"strategy {name}", "left out", f"on a tensor axis it {strategy.not_on_mesh}"))
-                    continue
-                if shape.expert > 1 and not averages_apart(strategy) and config.strategy == "all":
-                    why = "experts over several ranks have fewer replicas than other weights"
-                    notes.append((f"strategy {name}", "left out", why))
-                    continue
-                if shape.tensor > 1:
-                    check_on_mesh(strategy)
-                reason = why_not_inside(strategy, replicas) if shape.pipeline > 1 else ""
-                if shape.pipeline > 1 and isinstance(strategy, IslandsMethod):
-                    reason = "trains islands, which are nodes here"
-                    if config.strategy != "all":
-                        raise ConfigError(f"{name} {reason}: price its stages by --strategy {strategy.inner.name}")
-                if reason:
-                    if config.strategy != "all":
-                        check_inside(strategy, replicas)
-                    notes.append((f"strategy {name}", "left out", f"with --stages it {reason}"))
-                    continue
-                if reason := why_not_by(strategy, config.optimizer):
-                    if config.strategy != "all":
-                        raise ConfigError(f"--optimizer {config.optimizer}: strategy {name} {reason}")
-                    notes.append((f"strategy {name}", "left out", f"it {reason}"))
-                    continue
-                if stages is None:
-                    plans[name] = plan_on(strategy, model, whole_model, config, shape)
-                else:
-                    of_stage = {
-                        stage: plan_on(strategy, stages.parts[stage], whole_model, config, shape)
-                        for stage in stages.heaviest
-                    }
-                    heaviest[name] = max(of_stage, key=lambda stage: stages.memory_bytes(stage, of_stage[stage]))
-                    plans[name] = of_stage[heaviest[name]]
-    if config.memory is not None and len(plans) == len(names):
+            if laid is not None and (why := why_left_out(strategy, laid)):
+                notes.append((f"strategy {name}", "left out", why))
+            elif laid is not None:
+                methods[name], (plans[name], stage) = strategy, plan_of(strategy, laid)
+                heaviest |= {} if stage is None else {name: stage}
+    resident: Resident | None = None
+    if config.memory is not None and laid is not None and len(plans) == len(names):
         with problems.collect():
-            assert model is not None
-            resident = where_all_lies(config, names, strategy_of, model)
-            notes += resident.rows
+            resident = where_all_lies(config, names, strategy_of, laid.model)
     problems.raise_any()
-    assert model is not None
-    topology = Topology(config.nodes, config.local_size)
+    assert laid is not None
     if searched_all:
         why = "other methods change what a step learns; name those to be tried"
         notes.insert(0, ("--strategy all", f"{' and '.join(SEARCHED)} are tried", why))
-    notes = [*notes_on(config, names), *notes]
-    if shape is not None and isinstance(model, Llama):
-        with problems.collect():
-            notes += sequence_notes(config, model.config, shape)
-            notes += capacity_notes(model, config, shape)
-            notes += expert_notes(model, config, shape) if shape.expert > 1 else []
-    problems.raise_any()
-    if rate is not None and (soonest := recommended(rate)):
-        notes.append(("lowest loss for its bytes", soonest, "docs/methods.md"))
-    if shape is not None and isinstance(model, Llama) and shape.tensor > 1:
-        notes.append(tensor_note(model.config, config.seq_len, shape))
+    notes = [*notes_on(config, names), *notes, *notes_on_methods(methods), *(resident.rows if resident else ())]
     return Explained(
-        total, topology, config.passes, plans, rate, local_rate, notes, vocabulary_of(config, model),
-        {name: steps for name, steps in mean_over.items() if name in plans}, [name for name in whole if name in plans],
-        stages, heaviest, grid, result, resident, config.optimizer,
+        laid.total, Topology(config.nodes, config.local_size), config.passes, plans, *rates,
+        [*notes, *notes_on_ranks(laid, rates[0])], vocabulary_of(config, laid.model),
+        {name: method.exchanges_every for name, method in methods.items() if method.exchanges_every > 1},
+        [name for name, method in methods.items() if method.keeps_whole_weights],
+        laid.stages, heaviest, laid.grid, laid.search, resident, config.optimizer,
     )  # fmt: skip
+
+
+def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_rate: float | None) -> LaidOut:
+    """The model on the ranks, with what "auto" finds. rate, local_rate: in bits per second. Raises ConfigError."""
+    notes: list[Row] = []
+    if config.tables.get(EXPERTS, {}).get("parallel") == AUTO:
+        config, row = found_experts(config, names, rate, local_rate)
+        notes.append(row)
+    shape = mesh_of(config)
+    cut = config.memory or config.stages or shape.tensor * shape.pipeline * shape.expert > 1
+    if config.optimizer != ADAMW and cut:
+        raise ConfigError(
+            f"--optimizer {config.optimizer}: counted on the data axis alone, and in memory: leave --mesh, "
+            "--stages, --tensor and --memory out; nearest: --optimizer adamw"
+        )
+    model = model_of(config)
+    total = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    grid = grid_of(config, rate, local_rate) if config.stages is not None or shape.pipeline > 1 else None
+    result: Search | None = None
+    if config.stages == AUTO and grid is not None:
+        config, result = found_stages(check_can_cut(model), config, names, grid)
+        names, shape = [config.strategy], mesh_of(config)
+    if shape.tensor > 1:
+        cut_skeleton(model, shape.tensor)
+    stages: Stages | None = None
+    if shape.pipeline > 1 and grid is not None:
+        stages, rows = cut_into_stages(check_can_cut(model), config, shape, grid)
+        notes += rows
+    return LaidOut(config, names, shape, total, model, stages, grid, result, notes)
+
+
+def cut_into_stages(model: Llama, config: ExplainConfig, shape: MeshShape, grid: Grid) -> tuple[Stages, list[Row]]:
+    """The stages of a pipeline, and rows on them. Raises ConfigError."""
+    options = Pipeline(**config.tables.get(PIPELINE, {}))
+    check_spread(options, None, shape.sizes)
+    stages = stages_of(
+        model, options, shape.pipeline, config.passes, config.micro_batch, config.seq_len, grid, config.loss,
+        shape.tensor,
+    )  # fmt: skip
+    loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, model.config.vocab_size)
+    if options.head == SPREAD:
+        loss, why = "plain", f"each stage has its part of the logits: head {SPREAD!r}"
+    return stages, [*notes_on_stages(stages, model, config, grid), (f"--loss {config.loss}", loss, why)]
+
+
+def why_left_out(strategy: Method, laid: LaidOut) -> str:
+    """Why `--strategy all` leaves a strategy out; empty: it is planned. Of one that was named, raises ConfigError."""
+    shape, optimizer, is_named = laid.shape, laid.config.optimizer, laid.config.strategy != "all"
+    if shape.tensor > 1 and strategy.not_on_mesh:
+        if is_named:
+            check_on_mesh(strategy)
+        return f"on a tensor axis it {strategy.not_on_mesh}"
+    # Of one that was named, its plan raises the error.
+    if shape.expert > 1 and not averages_apart(strategy) and not is_named:
+        return "experts over several ranks have fewer replicas than other weights"
+    if shape.pipeline > 1 and isinstance(strategy, IslandsMethod):
+        reason = "trains islands, which are nodes here"
+        if is_named:
+            raise ConfigError(f"{strategy.name} {reason}: price its stages by --strategy {strategy.inner.name}")
+        return f"with --stages it {reason}"
+    if shape.pipeline > 1 and (reason := why_not_inside(strategy, laid.replicas)):
+        if is_named:
+            check_inside(strategy, laid.replicas)
+        return f"with --stages it {reason}"
+    if reason := why_not_by(strategy, optimizer):
+        if is_named:
+            raise ConfigError(f"--optimizer {optimizer}: strategy {strategy.name} {reason}")
+        return f"it {reason}"
+    return ""
+
+
+def plan_of(strategy: Method, laid: LaidOut) -> tuple[MethodPlan, int | None]:
+    """A strategy's plan; of a pipeline that of the stage that needs the most memory, and this stage."""
+    config, shape, stages = laid.config, laid.shape, laid.stages
+    if stages is None:
+        return plan_on(strategy, laid.model, laid.model, config, shape), None
+    of_stage = {stage: plan_on(strategy, stages.parts[stage], laid.model, config, shape) for stage in stages.heaviest}
+    fullest = max(of_stage, key=lambda stage: stages.memory_bytes(stage, of_stage[stage]))
+    return of_stage[fullest], fullest
 
 
 def found_experts(
@@ -440,6 +468,27 @@ def tensor_note(config: LlamaConfig, seq_len: int, shape: MeshShape) -> tuple[st
     sent = 4 * layers * 2 * (shape.tensor - 1) * activations // shape.tensor
     why = "four all_reduce of the activations in every layer, in fp32 by torch; not in the table"
     return f"tensor axis of {shape.tensor} ranks", f"{bytes_text(sent)} a rank for each sequence of a step", why
+
+
+def notes_on_methods(methods: Mapping[str, Method]) -> Iterator[Row]:
+    """Rows about strategies that compute more than others."""
+    for name, method in methods.items():
+        if method.num_passes > 1:
+            yield f"computing of {name}", f"{method.num_passes} times that of others", MORE_PASSES
+
+
+def notes_on_ranks(laid: LaidOut, rate: float | None) -> Iterator[Row]:
+    """Rows about what ranks share besides the plans. Raises ConfigError for what they can't."""
+    config, shape, model = laid.config, laid.shape, laid.model
+    if isinstance(model, Llama):
+        yield from sequence_notes(config, model.config, shape)
+        yield from capacity_notes(model, config, shape)
+        if shape.expert > 1:
+            yield from expert_notes(model, config, shape)
+    if rate is not None and (soonest := recommended(rate)):
+        yield "lowest loss for its bytes", soonest, "docs/methods.md"
+    if isinstance(model, Llama) and shape.tensor > 1:
+        yield tensor_note(model.config, config.seq_len, shape)
 
 
 def model_of(config: ExplainConfig) -> nn.Module:

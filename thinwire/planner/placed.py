@@ -16,8 +16,8 @@ from thinwire.cost.closed import pipette_s, ring_s, trip_s
 from thinwire.cost.graph import ROUND
 from thinwire.cost.simulate import COMMUNICATION, TRAINING
 from thinwire.methods.interface import Method, MethodPlan
+from thinwire.methods.options import FP32
 from thinwire.methods.pipeline import Costs
-from thinwire.methods.pipeline.border import EXACT
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama
@@ -89,7 +89,7 @@ class PlacedMachine(Grid):
         packing = {}
         for way, sizes in (("forward", found.forward_bytes), ("backward", found.backward_bytes)):
             codec = getattr(options, way)
-            works = [] if codec == EXACT else [f"encode {codec}", f"decode {codec}"]
+            works = [] if codec == FP32 else [f"encode {codec}", f"decode {codec}"]
             packing[way] = sum(self.machine.seconds(ranks[0], Work(kind, sizes[0])) for kind in works)
         speeds = self.machine.speeds or (1.0,) * self.num_ranks
 

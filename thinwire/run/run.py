@@ -104,7 +104,7 @@ class Run:
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """The codecs whose kernels are compiled before the workers start."""
-        others = (each.codecs for each in (self.pipeline, self.sequence, self.experts) if each is not None)
+        others = (each.codecs for each in (self.pipeline, self.sequence, self.experts, self.residency) if each)
         return (*self.strategy.codecs, *chain.from_iterable(others))
 
     @cached_property

@@ -17,9 +17,9 @@ ABOVE_STEP = 1 + 2**-7
 class Coding:
     """How fp32 numbers are stored on a disk: as packets of a codec, or plain.
 
-    of_roots: store square roots, for numbers that are never negative, such as second moments. With an integer codec, a
-    root that is not zero but below one step of its group is raised to that step: other numbers are divided by it later,
-    and a zero would make the quotient explode.
+    of_roots: packets of square roots, for numbers that are never negative, such as second moments. With integers, a
+    root below one step of its group, other than zero, is raised to that step: the numbers divide others, and a zero
+    would blow these up. Tensors are then whole groups.
     """
 
     codec: Codec = field(default_factory=Identity)
@@ -38,8 +38,8 @@ class Coding:
         """Encode fp32 `values` [n] into `packet`, uint8 [num_bytes(n)]. Changes `values`. seed, counter: see Codec."""
         if self.of_roots:
             values.sqrt_()
-            if isinstance(self.codec, Integer) and values.numel():
-                groups = values.view(-1, self.codec.group) if values.numel() % self.codec.group == 0 else values[None]
+            if isinstance(self.codec, Integer):
+                groups = values.view(-1, self.codec.group)
                 least = groups.amax(1, keepdim=True) * (ABOVE_STEP / self.codec.levels)
                 groups.copy_(torch.where(groups > 0, groups.maximum(least), groups))
         self.codec.encode(values, seed=seed, counter=counter, out=packet)

@@ -20,7 +20,7 @@ STEPS, MICRO_BATCHES = 3, 4
 # Forward and backward; one whose packets vary in length, and one that draws.
 CODECS = {
     "int8": ("int8/8:nearest", "int4/8:stochastic+hadamard8"),
-    "exact": ("exact", "exact"),
+    "exact": ("fp32", "fp32"),
     "zstd": ("bf16+zstd", "int4/4"),
     "delta": ("int4/8:nearest", "int4/8"),
 }
@@ -138,9 +138,9 @@ def test_a_token_is_not_touched_by_its_neighbours() -> None:
 @pytest.mark.parametrize(
     ("codecs", "features", "message"),
     [
-        (("int8", "exact"), 96, "forward 'int8': its groups of 128 .* 96 features of a token; nearest: 'int8/96"),
-        (("exact", "int4+hadamard32"), 48, "backward .* nearest: a codec whose groups divide 48"),
-        (("itn8", "exact"), 8, "forward: codec 'itn8': .*, or 'exact'"),
+        (("int8", "fp32"), 96, "forward 'int8': its groups of 128 .* 96 features of a token; nearest: 'int8/96"),
+        (("fp32", "int4+hadamard32"), 48, "backward .* nearest: a codec whose groups divide 48"),
+        (("itn8", "fp32"), 8, "forward 'itn8' of Crossing: .*did you mean 'int8'"),
     ],
 )
 def test_codecs_that_do_not_fit_are_refused(codecs: tuple[str, str], features: int, message: str) -> None:

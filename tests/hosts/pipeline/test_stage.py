@@ -21,7 +21,7 @@ from thinwire.models import build_model
 from thinwire.state.replicas import digest
 
 STEPS = 20
-EXACT: dict[str, Any] = {"forward": "exact", "backward": "exact"}
+EXACT: dict[str, Any] = {"forward": "fp32", "backward": "fp32"}
 # name: ranks of the pipeline, micro-batches, options.
 GRADIENTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "gpipe 2": (2, 5, {"plan": "gpipe"}),

@@ -66,7 +66,7 @@ def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> N
     def total(rows: Rows, **options: Any) -> int:
         return sum(sent(place, rows, ExpertParallel(4, **options), 0, 2).values())
 
-    for codec in ("exact", "int8/64:nearest"):
+    for codec in ("fp32", "int8/64:nearest"):
         one, five = (total(Rows(counts, 64), chunks=n, dispatch=codec, gradients=codec) for n in (1, 5))
         assert one == five
     # By two hops each chunk has its own numbers in front.
@@ -83,7 +83,7 @@ def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> N
         ({"chunks": 0}, "nearest: 1"),
         ({"chunks": 2, "move": "experts"}, "chunks 2 with move 'experts': no rows travel; nearest: 1"),
         ({"chunks": 2, "route": "once"}, "chunks 2 with route 'once'"),
-        ({"weights": "bf16"}, "weights 'bf16' with move 'tokens': no weights travel; nearest: 'exact'"),
+        ({"weights": "bf16"}, "weights 'bf16' with move 'tokens': no weights travel; nearest: 'fp32'"),
         ({"weights": "bf16", "move": "slices"}, "with move 'slices' of 1 slice: no weights travel"),
         ({"weights": "int8/64:stochastic", "move": "experts"}, "not at random; nearest: 'int8/64:nearest'"),
     ],

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="recover 'mean' is unknown"):
         Pipeline(recover="mean")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="delta: nothing is rounded forward"):
-        Pipeline(delta=True, forward="exact")
+        Pipeline(delta=True, forward="fp32")
 
 
 @pytest.mark.parametrize(("stages", "num"), [(4, 2), (5, 7), (8, 16)])

@@ -21,7 +21,7 @@ from thinwire.hosts.sequence.attention import Attend, Sent, apart, send_heads, s
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import heads_of, replace
 from thinwire.hosts.sequence.wire import SequenceWire
-from thinwire.methods.options import EXACT
+from thinwire.methods.options import AS_IT_IS
 from thinwire.methods.sequence import SequenceLayout, SequenceParallel, Shape, choose_layout, tokens_of
 from thinwire.table import Row
 
@@ -174,7 +174,7 @@ class SequenceRanks:
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         ranks = f"{self.comm.world_size} ranks a sequence, {self.comm.topology}"
-        codecs = f"forward {self.wire.codec or EXACT}, backward {self.wire.gradients or EXACT}"
+        codecs = f"activations {self.wire.codec or AS_IT_IS}, gradients {self.wire.gradients or AS_IT_IS}"
         return [
             (f"sequence method {self.options.method}", str(self.layout), self._why),
             ("sequence", ranks, f"padded to a multiple of {self.layout.unit} tokens; {codecs}"),
@@ -243,7 +243,7 @@ def sequence_parallel(
     if ranks < world_size:
         own = [everyone.global_ranks[rank] for rank in members]
         comm = make(own, local_size=topology.local_size, meter=everyone.meter)
-    wire = SequenceWire(comm, options.codec("wire"), options.codec("gradients"), seed)
+    wire = SequenceWire(comm, options.codec("activations"), options.codec("gradients"), seed)
     found = SequenceRanks(layout, why, options, wire, everyone)
     replace(model, found.attention, found.positions, found.send)
     return found

@@ -26,7 +26,7 @@ class SequenceWire:
 
     Attributes:
         comm: over all ranks of the sequence.
-        codec, gradients: codecs of the forward's and the backward's messages; None: exact.
+        codec, gradients: codecs of the forward's and the backward's messages; None: as they are.
         seed: of the codecs. Every forward uses the same seed, so that a recomputed forward gives the same result. Each
             round of gradients uses another, counted in `num_drawn`.
     """

@@ -18,7 +18,7 @@ from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
 from thinwire.layout.layout import Layout, sliced
 from thinwire.methods.ddp import DDPMethod, check_plain_sgd
-from thinwire.methods.options import check_types, codec_of
+from thinwire.methods.options import FIXED_SIZE, check_types, codec_of
 from thinwire.methods.reduction import (
     FP32,
     OPERATION,
@@ -82,8 +82,7 @@ class Dion(DDPMethod):
             raise ConfigError(f"rank {self.rank} of dion: must be at least 1; nearest: 1")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum {self.momentum} of dion: must be at least 0 and below 1; the usual: 0.95")
-        if self.make().has_variable_length:
-            raise ConfigError(f"codec {self.codec} of dion: its packets differ in length; leave zstd out")
+        self.make()
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
@@ -91,7 +90,7 @@ class Dion(DDPMethod):
 
     def make(self) -> Codec:
         """The codec of the factors."""
-        return codec_of(self, "codec")
+        return codec_of(self, "codec", FIXED_SIZE)
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         check_plain_sgd(self.name, "orthonormal updates", optimizer)

@@ -12,7 +12,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import ConfigError
 from thinwire.methods.ddp import DDPMethod
-from thinwire.methods.options import check_types, codec_of
+from thinwire.methods.options import FIXED_SIZE, check_types, codec_of
 from thinwire.methods.packets import message_bytes, sections_of, sums_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step, is_large_matrix, seed_of
 from thinwire.state.memory import MeanMerge, Place
@@ -56,9 +56,7 @@ class EF21(DDPMethod):
             if not 0 < value <= 1:
                 nearest = 1 if value > 1 else 0.1
                 raise ConfigError(f"{option} {value} of ef21: must be above 0 and at most 1; nearest: {nearest}")
-        codec, traits = self.make(), self.make().traits
-        if codec.has_variable_length:
-            raise ConfigError(f"codec {self.codec} of ef21: its packets differ in length; leave zstd out")
+        traits = self.make().traits
         if self.shift == 1 and not traits.contraction:
             hint = "a shift of 0.1" if traits.unbiased else "topk1%, sign or int4:nearest"
             raise ConfigError(f"codec {self.codec} of ef21 with shift 1: must be a contraction; nearest: {hint}")
@@ -75,7 +73,7 @@ class EF21(DDPMethod):
 
     def make(self) -> Codec:
         """Codec C of the differences."""
-        return codec_of(self, "codec")
+        return codec_of(self, "codec", FIXED_SIZE)
 
     def reduction(self, place: Place, seed: int) -> Reduction:
         return DifferenceMean(self, place, seed)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
-from thinwire.methods.options import EXACT, SAME_EACH_TIME, check_types, codec_or_exact
+from thinwire.methods.options import FIXED_SIZE, FP32, SAME_EACH_TIME, check_types, codec_or_none
 
 # As many as Tutel has.
 MOST_CHUNKS = 32
@@ -50,16 +50,16 @@ class ExpertParallel:
     token enters each node once, and one sum comes back."""
     chunks: int = 1
     """Parts, 1 to 32, into which the rows of a layer are cut: experts work on one while others travel."""
-    dispatch: str = EXACT
-    """Codec of rows to their experts, such as bf16 or int8/64:nearest, or exact.
-
-    Rounding depends only on a row's number."""
-    combine: str = EXACT
-    """Codec of the experts' results, such as bf16 or int8/64:nearest, or exact."""
-    gradients: str = EXACT
-    """Codec of the gradients of everything that travels, such as bf16 or int8/64, or exact."""
-    weights: str = EXACT
-    """Codec of weights that move, such as bf16 or int8/64:nearest, or exact. It must round the same way each time."""
+    dispatch: str = FP32
+    """Codec of rows to their experts, such as bf16 or int8/64:nearest; fp32: as they are. It draws by
+    a row's number alone."""
+    combine: str = FP32
+    """Codec of what experts return, such as bf16 or int8/64:nearest; fp32: as it is."""
+    gradients: str = FP32
+    """Codec of the gradients of all that travels, such as bf16 or int8/64; fp32: as they are."""
+    weights: str = FP32
+    """Codec of weights that move, such as bf16 or int8/64:nearest; fp32: as they are. It must
+    round the same way each time."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -79,10 +79,10 @@ class ExpertParallel:
         if self.move == "slices" and self.slices > 1:
             still = {}
         for name, what in still.items():
-            if (stated := getattr(self, name)) != EXACT:
+            if (stated := getattr(self, name)) != FP32:
                 of = " of 1 slice" if self.move == "slices" else ""
                 problems.messages.append(
-                    f"{name} {stated!r} with move {self.move!r}{of}: no {what} travel; nearest: {EXACT!r}"
+                    f"{name} {stated!r} with move {self.move!r}{of}: no {what} travel; nearest: {FP32!r}"
                 )
         if self.route != "linear" and self.move != "tokens":
             problems.messages.append(
@@ -93,8 +93,8 @@ class ExpertParallel:
         problems.raise_any()
 
     def codec(self, name: str) -> Codec | None:
-        """The codec of one of CODED; None for exact: the rows' own bytes in their own dtype."""
-        return codec_or_exact(self, name, SAME_EACH_TIME if name == "weights" else None)
+        """The codec of one of CODED; None: rows travel as they are."""
+        return codec_or_none(self, name, *([SAME_EACH_TIME] if name == "weights" else []), FIXED_SIZE)
 
     def fitted(self, width: int) -> ExpertParallel:
         """The same options for rows of `width` elements: groups without a stated size end where a row ends."""

@@ -6,20 +6,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Identity, Integer
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
-from thinwire.methods.options import check_types
-from thinwire.tiers.coding import PLAIN, Coding
+from thinwire.methods.options import FP32, CodecRule, check_types, codec_of
+from thinwire.tiers.coding import Coding
 
 FP32_BYTES = 4
-# How moments lie on a disk, by name, and the kinds of state that are sums or means of squares.
-CODECS = {"fp32": "fp32", "int8": "int8/64"}
+# The kinds of state that are sums or means of squares.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
 # Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
 SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
 # Sub-groups begin where blocks of the disk do.
 LEAST_SUB_GROUP = 1024
+
+
+def keeps_moments(codec: Codec) -> bool:
+    """Whether moments can lie on a disk in a codec.
+
+    A step changes them by less than it rounds, so that rounding must be unbiased; second moments divide, so that none
+    may become zero, which `Coding` prevents where integers have a level between; groups end where sub-groups end.
+    """
+    if not isinstance(codec, Integer):
+        return isinstance(codec, Identity)
+    return codec.traits.unbiased and codec.levels > 1 and LEAST_SUB_GROUP % codec.group == 0
+
+
+MOMENTS = CodecRule(
+    keeps_moments,
+    f"moments must be fp32, or integers of 3 bits or more, rounded at random, in groups that divide {LEAST_SUB_GROUP}",
+    nearest="int8/64",
+)
 
 
 @dataclass(frozen=True)
@@ -42,10 +59,10 @@ class Residency:
     """Where whole weights lie: memory, disk, or auto: on the disk if the budget is too small for them and their
     gradients."""
     optimizer: Literal["auto", "memory", "disk"] = "auto"
-    """Where masters and optimizer state lie: memory, disk, or auto: on the disk, except what fits in the budget."""
-    states: Literal["fp32", "int8"] = "fp32"
-    """Form of the optimizer's moments on the disk: fp32, or int8: integers of 8 bits in groups of 64 with unbiased
-    rounding, second moments as square roots. Masters stay fp32."""
+    """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
+    states: str = FP32
+    """Codec of the optimizer's moments on the disk: fp32, or integers rounded at random, such as int8/64; of second
+    moments their square roots. Masters stay fp32."""
     activations: Literal["auto", "keep", "recompute"] = "auto"
     """What a forward keeps for its backward: keep: everything.
 
@@ -69,7 +86,8 @@ class Residency:
             near = max(1, round(self.sub_group / LEAST_SUB_GROUP)) * LEAST_SUB_GROUP
             rule = f"must be a multiple of {LEAST_SUB_GROUP}"
             problems.messages.append(f"--residency.sub-group {self.sub_group}: {rule}; nearest: {near}")
-        if self.states != "fp32" and self.optimizer == "memory":
+        codec = problems.note(codec_of, self, "states", MOMENTS)
+        if codec is not None and not codec.traits.lossless and self.optimizer == "memory":
             problems.messages.append(
                 f"--residency.states {self.states}: moments on a disk, and --residency.optimizer is memory; nearest: "
                 "--residency.optimizer disk, or --residency.states fp32"
@@ -93,21 +111,31 @@ class Residency:
             raise ConfigError("residency: no store is stated for what does not fit in memory: name a folder on a disk")
         return Path(self.store).expanduser()
 
+    @property
+    def codec(self) -> Codec:
+        """That of moments on the disk."""
+        return codec_of(self, "states", MOMENTS)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """The codecs whose kernels are compiled before the workers start."""
+        return (self.codec,)
+
     def coding(self, kind: str) -> Coding:
-        """How a kind of optimizer state is stored on the disk."""
-        return PLAIN if self.states == "fp32" else Coding(Codec.parse(CODECS[self.states]), of_roots=kind in SQUARES)
+        """How a kind of the optimizer's state lies on the disk."""
+        return Coding(self.codec, of_roots=kind in SQUARES and not self.codec.traits.lossless)
 
     @property
     def state_share(self) -> float:
-        """Size of masters and two moments on the disk, divided by their size in fp32."""
-        return (1 + 2 * Codec.parse(CODECS[self.states]).bits_per_element / (8 * FP32_BYTES)) / 3
+        """What masters and two moments take on the disk, of what they take as fp32."""
+        return (1 + 2 * self.codec.bits_per_element / (8 * FP32_BYTES)) / 3
 
     def disk_bytes(self, state_bytes: int) -> int:
         """Bytes on the disk for masters and two moments of `state_bytes` bytes in fp32.
 
         Moments that are stored as integers have a second place on the disk, where they are fp32 for a checkpoint.
         """
-        if self.states == "fp32":
+        if self.codec.traits.lossless:
             return state_bytes
         return int(self.state_share * state_bytes) + state_bytes * 2 // 3
 

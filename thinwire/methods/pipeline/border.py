@@ -14,20 +14,19 @@ from torch import Tensor, nn
 from thinwire.codecs import Codec
 from thinwire.codecs.random import derive_seed
 from thinwire.errors import ConfigError
-
-EXACT = "exact"
+from thinwire.methods.options import FP32, codec_or_none
 
 
 @dataclass(frozen=True)
 class Crossing:
     """The codecs of both directions.
 
-    forward, backward: texts as for Codec.parse, or "exact" for the tensor's own bytes in its own dtype. seed: of what
-    a codec draws. Raises ConfigError for a text that is no codec.
+    forward, backward: texts as for Codec.parse; fp32: the tensor as it is, in its own dtype. seed: of what a codec
+    draws. Raises ConfigError for a text that is no codec.
     """
 
-    forward: str = EXACT
-    backward: str = EXACT
+    forward: str = FP32
+    backward: str = FP32
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -35,12 +34,8 @@ class Crossing:
             self.codec(direction)
 
     def codec(self, direction: str) -> Codec | None:
-        """The codec of a direction; None for exact."""
-        text = getattr(self, direction)
-        try:
-            return None if text == EXACT else Codec.parse(text)
-        except ConfigError as error:
-            raise ConfigError(f"{direction}: {error}, or {EXACT!r}") from None
+        """The codec of a direction; None: tensors cross as they are."""
+        return codec_or_none(self, direction)
 
     def check(self, features: int) -> None:
         """Raise ConfigError unless groups lie inside a token of so many features: a token's error is its own."""
@@ -174,7 +169,7 @@ class Border(nn.Module):
     """
 
     def __init__(
-        self, forward_codec: str = EXACT, backward_codec: str = EXACT, *, chunk: int = 0, seed: int = 0,
+        self, forward_codec: str = FP32, backward_codec: str = FP32, *, chunk: int = 0, seed: int = 0,
         delta_mb: float = 0,
     ) -> None:  # fmt: skip
         super().__init__()

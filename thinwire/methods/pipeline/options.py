@@ -9,8 +9,8 @@ from typing import Literal
 from thinwire.codecs import Codec
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.methods.options import check_types
-from thinwire.methods.pipeline.border import EXACT, Crossing
+from thinwire.methods.options import check_types, codec_of
+from thinwire.methods.pipeline.border import Crossing
 from thinwire.methods.pipeline.check import check, in_flight
 from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
 from thinwire.methods.pipeline.fitted import fitted
@@ -43,9 +43,9 @@ class Pipeline:
     in_flight: int | None = None
     """Most micro-batches that a rank of a fitted plan has begun and not ended; by default twice the stages."""
     forward: str = "int8/64:nearest"
-    """Codec of hidden states at borders, or exact."""
+    """Codec of hidden states at borders; fp32: as they are."""
     backward: str = "int4/64"
-    """Codec of the gradients of hidden states at borders, or exact."""
+    """Codec of the gradients of hidden states at borders; fp32: as they are."""
     delta: bool = False
     """Round the difference to what crossed when the same sequence came last, in place of the hidden state itself. Its
     error shrinks where sequences return."""
@@ -82,9 +82,8 @@ class Pipeline:
             if self.chunks is not None and self.chunks not in allowed:
                 near = min(max(self.chunks, allowed.start), allowed.stop - 1)
                 raise ConfigError(f"chunks {self.chunks}: plan {self.plan!r} takes others; nearest: {near}")
-        with problems.collect():
-            self.crossing(0)
-        if self.delta and self.forward == EXACT:
+        forward, _ = (problems.note(codec_of, self, direction) for direction in ("forward", "backward"))
+        if self.delta and forward is not None and forward.traits.lossless:
             problems.messages.append(
                 "delta: nothing is rounded forward; nearest: forward 'int8/64:nearest', or no delta"
             )

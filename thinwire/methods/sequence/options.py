@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems
-from thinwire.methods.options import EXACT, SAME_EACH_TIME, check_types, codec_or_exact
+from thinwire.methods.options import FIXED_SIZE, FP32, SAME_EACH_TIME, check_types, codec_or_none
 from thinwire.methods.sequence.layout import AUTO, SequenceLayout
 
 
@@ -22,11 +22,11 @@ class SequenceParallel:
     method: str = AUTO
     """ulysses: exchange heads; ring: pass keys and values on; both, such as ulysses=2,ring=2; or auto: what takes the
     fewest seconds on the links."""
-    wire: str = EXACT
-    """Codec of queries, keys, values and outputs, such as bf16 or int8/64:nearest, or exact. It must round the same way
-    each time."""
-    gradients: str = EXACT
-    """Codec of their gradients, such as bf16 or int8/64, or exact."""
+    activations: str = FP32
+    """Codec of queries, keys, values and outputs, such as bf16 or int8/64:nearest; fp32: as they are. It must round the
+    same way each time."""
+    gradients: str = FP32
+    """Codec of their gradients, such as bf16 or int8/64; fp32: as they are."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -36,15 +36,15 @@ class SequenceParallel:
                 raise ConfigError(f"parallel {self.parallel}: a sequence has at least 1 rank; nearest: 1")
             if self.method != AUTO:
                 SequenceLayout.parse(self.method, self.parallel)
-        for name in ("wire", "gradients"):
+        for name in ("activations", "gradients"):
             problems.note(self.codec, name)
         problems.raise_any()
 
     def codec(self, name: str) -> Codec | None:
-        """The codec of `wire` or `gradients`; None for exact: the tensor's own bytes in its own dtype."""
-        return codec_or_exact(self, name, SAME_EACH_TIME if name == "wire" else None)
+        """The codec of `activations` or `gradients`; None: they travel as they are."""
+        return codec_or_none(self, name, *([SAME_EACH_TIME] if name == "activations" else []), FIXED_SIZE)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """The codecs whose kernels are compiled before the workers start."""
-        return tuple(codec for codec in map(self.codec, ("wire", "gradients")) if codec is not None)
+        return tuple(codec for codec in map(self.codec, ("activations", "gradients")) if codec is not None)

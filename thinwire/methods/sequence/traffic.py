@@ -69,7 +69,7 @@ def sent(
 def most_sent(layout: SequenceLayout, shape: Shape, options: SequenceParallel) -> int:
     """Bytes that the busiest rank sends in all layers, forward and backward."""
     by_rank: dict[int, int] = defaultdict(int)
-    for (rank, _), num_bytes in sent(layout, shape, options.codec("wire"), options.codec("gradients")).items():
+    for (rank, _), num_bytes in sent(layout, shape, options.codec("activations"), options.codec("gradients")).items():
         by_rank[rank] += num_bytes * shape.layers
     return max(by_rank.values(), default=0)
 
@@ -109,7 +109,7 @@ def choose_layout(
 
     local_size: ranks of a node, among those of a sequence. network: what the ranks of a sequence can send each other.
     """
-    ranks, codecs = options.parallel, (options.codec("wire"), options.codec("gradients"))
+    ranks, codecs = options.parallel, (options.codec("activations"), options.codec("gradients"))
     if options.method != AUTO:
         layout = SequenceLayout.parse(options.method, ranks)
         head_shares(shape.heads, layout.ulysses)
@@ -140,7 +140,7 @@ def facts(options: SequenceParallel, shape: Shape, local_size: int, network: Net
         (f"sequence method {options.method}", str(layout), why),
         (
             f"sequence of {options.parallel} ranks", f"{most / 1e6:.3f} MB sent a rank and step",
-            f"not in the table; {shape.layers} layers, forward {options.wire}, backward {options.gradients}",
+            f"not in the table; {shape.layers} layers, {options.activations} there, {options.gradients} back",
         ),
     ]  # fmt: skip
 

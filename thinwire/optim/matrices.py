@@ -1,0 +1,87 @@
+"""Base of the optimizers whose updates of matrices are orthogonal, and how a host cuts such matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.optim.parameterwise import check_adamw
+from thinwire.optim.sums import Part, Span, SummingOptimizer, codec_of_sums
+
+
+class MatrixOptimizer(SummingOptimizer):
+    """Updates matrices, and each matrix of a stack of them, as a whole; all else by AdamW's step.
+
+    params: tensors or groups, as for torch's optimizers. A group with `orthogonal` False, such as embeddings and heads,
+    takes AdamW's step with `betas` and `eps`.
+
+    Raises ConfigError for values outside of lr >= 0, 0 <= momentum, b < 1, eps > 0, weight_decay >= 0, and for a codec
+    of variable length.
+    """
+
+    # Shapes that further axes cut, by name.
+    shapes: Mapping[str, torch.Size] = {}
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        orthogonal: bool = True,
+        codec: str = "bf16",
+    ) -> None:
+        self.codec = codec_of_sums(self.title, codec)
+        given = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**given, "orthogonal": orthogonal})
+        for group in self.param_groups:
+            momentum = group["momentum"]
+            is_good = 0 <= momentum < 1
+            check_adamw(self.title, group, ("momentum", momentum, is_good, "at least 0 and below 1; the usual: 0.95"))
+
+    def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether it is a matrix, or a stack of them, of a group whose updates are orthogonal."""
+        return group["orthogonal"] and param.dim() in (2, 3)
+
+
+def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[Span, ...], int]]:
+    """(parameter, number of a matrix in it, the elements that each rank has of it, the rank that owns it).
+
+    The owner holds most of it; of several the one with the least work so far.
+    """
+    work = [0] * max((len(part.spans) for part in parts.values()), default=0)
+    for name, part in parts.items():
+        rows, columns = part.shape[-2:]
+        for key, pieces in pieces_of(part).items():
+            lengths = [last - first for first, last in pieces]
+            owner = max(range(len(pieces)), key=lambda rank: (lengths[rank], -work[rank]))
+            work[owner] += rows * columns * min(rows, columns)
+            yield name, key, pieces, owner
+
+
+def on_one(owner: int, num_ranks: int, length: int) -> tuple[Span, ...]:
+    """Rows of which one rank has all."""
+    return tuple((0, length) if rank == owner else (0, 0) for rank in range(num_ranks))
+
+
+def pieces_of(part: Part) -> dict[str, tuple[Span, ...]]:
+    """Of each matrix of a stack, by its number, the elements that each rank holds."""
+    size, found = part.shape[-2:].numel(), dict[str, tuple[Span, ...]]()
+    for number in range(part.shape.numel() // size if size else 0):
+        inside = [(first - number * size, last - number * size) for first, last in part.spans]
+        held = [(max(first, 0), min(last, size)) for first, last in inside]
+        found[str(number)] = tuple(span if span[0] < span[1] else (0, 0) for span in held)
+    return found
+
+
+def move(param: Tensor, update: Tensor, shape: torch.Size, group: dict[str, Any]) -> None:
+    """Take a step along `update`; shape: of the whole, of which `param` may be a piece."""
+    param.mul_(1 - group["lr"] * group["weight_decay"])
+    param.add_(update, alpha=-0.2 * math.sqrt(max(shape[-2:])) * group["lr"])

@@ -8,7 +8,10 @@ import pytest
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.line import read_config
 from thinwire.methods.data.sdp4bit import SDP4Bit
+from thinwire.models.build import build_model
+from thinwire.optim import DionOptimizer
 from thinwire.run.config import TrainConfig
+from thinwire.run.optimizer import optimizer_over, read_optimizer
 from thinwire.run.run import Run
 from thinwire.run.settings import to_toml
 
@@ -178,3 +181,24 @@ def test_a_strategy_chooses_its_optimizer_and_refuses_what_it_cannot_drive() -> 
         Run.of(read("--optimizer", "adam"))
     with pytest.raises(ConfigError, match=r"lans does not fit strategy zero, which cuts tensors.*choose one of adamw"):
         Run.of(read("--strategy", "zero", "--optimizer", "lans"))
+
+
+def test_an_optimizer_has_its_options_in_brackets() -> None:
+    asked = "dion[rank=8,codec=int8/64,betas=[0.8,0.9]]"
+    assert read_optimizer(asked) == ("dion", {"rank": 8, "codec": "int8/64", "betas": (0.8, 0.9)})
+    assert Run.of(read("--optimizer", asked)).config.optimizer == asked
+    optimizer = optimizer_over(asked, build_model("tiny", 256, 16), lr=0.1, weight_decay=0.2, seed=0)
+    assert isinstance(optimizer, DionOptimizer) and optimizer.rank == 8
+    assert all(group["betas"] == (0.8, 0.9) and group["lr"] == 0.1 for group in optimizer.param_groups)
+    for text, rules in (
+        ("dion[rnk=8,momentum=x]", ["has no option 'rnk'; did you mean 'rank'", "momentum = 'x': must be a number"]),
+        ("dion[rank=0]", ["dion rank 0: must be at least 1; nearest: 1"]),
+        ("apollo[channels=columns]", ["apollo channels columns: must be one of larger and rows"]),
+        ("adamw[eps=-1.0]", ["Invalid epsilon value"]),
+        ("adamw[lr=1.0]", ["has no option 'lr'"]),
+        ("muon[codec=int8/64", ["must be NAME or NAME"]),
+        ("muon[codec]", ["'codec' must be option=value"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_optimizer(text)
+        assert all(rule in str(caught.value) for rule in rules) and f"--optimizer {text}: " in str(caught.value)

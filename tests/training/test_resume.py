@@ -64,6 +64,12 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Comm
     code, out, err = finish(runner.start(*runner.again("run"), "--strategy", "zero", "--workers", "2"))
     assert code == 1 and "Traceback" not in err
     assert "the resumed run does not continue the saved one" in err and "--allow-resume-drift" in err
+    # The layout of before, and an optimizer that can't take over what was saved.
+    other = ["--strategy", "zero", "--workers", "2", "--optimizer", "sgd[momentum=0.5]", "--allow-resume-drift"]
+    code, out, err = finish(runner.start(*runner.again("run"), *other))
+    assert code == 0, err
+    assert "--optimizer sgd[momentum=0.5]: sgd[momentum=0.5] (was adamw until the checkpoint)" in out
+    assert "resume: optimizer: exp_avg, exp_avg_sq, step: dropped" in out and "found all of it" not in out
 
 
 def test_islands_that_can_not_save_their_end_are_not_started_again(runner: CommandRunner) -> None:

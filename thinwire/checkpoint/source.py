@@ -164,7 +164,9 @@ class Source:
     def report(self) -> list[Row]:
         """All lines of the load report, once everything has been loaded."""
         if self.is_same:
-            return [("resume", "found all of it", "the same layout: all as it was saved")]
+            # An optimizer with other options may not have taken over all that it was given.
+            changed = [row for row in self.rows if row[1] != "carried"]
+            return changed or [("resume", "found all of it", "the same layout: all as it was saved")]
         rows = [*self.rows]
         for kind, shares in self._shares.items():
             what = f"resume: {kind}, of {self.world_size} rank(s)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from thinwire.options import PIPELINE, checked_values, option_tables, strategy_t
 from thinwire.registry import STRATEGIES
 from thinwire.run.config import TrainConfig, range_errors
 from thinwire.run.run import Run
+from thinwire.run.spelled import options_in, split
 
 PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
 # Training options that each contestant may set for itself, because their best values depend on the method.
@@ -84,7 +84,8 @@ def read_contestants(text: str, problems: Problems, base: TrainConfig | None = N
     A comma inside brackets or quotes does not separate contestants. base: the training that all contestants share.
     """
     contestants, base = [], base or TrainConfig()
-    for part in filter(None, map(str.strip, split(text, problems))):
+    parts = problems.note(split, text, f"--strategies {text}: ") or []
+    for part in filter(None, map(str.strip, parts)):
         with problems.collect():
             read = read_command(part) if part.startswith("cmd:") else read_strategy(part, problems, base)
             contestants.append(read)
@@ -97,25 +98,6 @@ def read_contestants(text: str, problems: Problems, base: TrainConfig | None = N
     if not contestants and not problems.messages:
         problems.messages.append("--strategies is empty: name at least one, such as zero,sdp4bit")
     return contestants
-
-
-def split(text: str, problems: Problems) -> list[str]:
-    """The parts of the text between commas outside of brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
-    for char in text:
-        if char == "," and not depth and not quote:
-            parts.append("")
-            continue
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        else:
-            depth += (char == "[") - (char == "]")
-        parts[-1] += char
-    if depth or quote:
-        problems.messages.append(f"--strategies {text}: {'a bracket' if depth else 'a quote'} is not closed")
-    return parts
 
 
 def read_command(text: str) -> Contestant:
@@ -148,8 +130,8 @@ def read_strategy(text: str, problems: Problems, base: TrainConfig) -> Contestan
         raise ConfigError(f"--strategies {text}: unknown strategy {strategy!r}{nearest(strategy, STRATEGIES)}")
     options: dict[str, Any] = {}
     if match["options"] is not None:
-        stated = dict(_option(part, text) for part in split(match["options"], problems) if part.strip())
-        options = checked_options(strategy, stated, f"--strategies {text}: ", problems, base)
+        note = f"--strategies {text}: "
+        options = checked_options(strategy, options_in(match["options"], note), note, problems, base)
     contestant = Contestant(_usable(match["name"] or strategy), strategy, options)
     Run.of(contestant.config(base))
     return contestant
@@ -176,17 +158,6 @@ def checked_options(
     problems.messages += [note + message for message in range_errors(replace(ranks, **tuned))]
     below = checked_values(option_tables()[PIPELINE], below, f"{note}{PREFIX}", problems)
     return options | tuned | {f"{PREFIX}{name}": value for name, value in below.items()}
-
-
-def _option(part: str, text: str) -> tuple[str, Any]:
-    """The name and the value of an option, read as TOML. A word without quotes is a string."""
-    name, equals, value = (piece.strip() for piece in part.partition("="))
-    if not (name and equals and value):
-        raise ConfigError(f"--strategies {text}: {part.strip()!r} must be option=value")
-    try:
-        return name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name, value
 
 
 def _usable(name: str) -> str:

@@ -52,6 +52,7 @@ from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
 from thinwire.run.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.run.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
+from thinwire.run.optimizer import name_of
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run, island_size, tables_in_effect, tokens_of
 from thinwire.run.run_dir import RunDir
@@ -274,8 +275,8 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         return
     axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
     resident_method(run.strategy, axes)
-    if run.config.optimizer in WHOLE and residency.optimizer != "memory":
-        optimizer = run.config.optimizer
+    optimizer = name_of(run.config.optimizer or "")
+    if optimizer in WHOLE and residency.optimizer != "memory":
         problems.messages.append(
             f"residency: {optimizer} looks across matrices, and from a disk it gets pieces; nearest: adamw"
         )

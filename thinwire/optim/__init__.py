@@ -17,11 +17,12 @@ from thinwire.optim.registry import (
     SHARDED,
     WHOLE,
     make_optimizer,
+    options_of_optimizer,
 )
 from thinwire.optim.sums import Part, Shards, Sum, SummingOptimizer
 
 __all__ = [
     "Apollo", "ApolloMini", "DGCSGD", "ELEMENTWISE", "GENERAL", "LANS", "MATRIXWISE", "MESHED", "NAMED", "OPTIMIZERS",
     "SHARDED", "WHOLE", "DionOptimizer", "MatrixOptimizer", "Muon", "OneBitAdamW", "Part", "Shards", "Sum",
-    "SummingOptimizer", "make_optimizer",
+    "SummingOptimizer", "make_optimizer", "options_of_optimizer",
 ]  # fmt: skip

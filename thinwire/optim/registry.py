@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -36,6 +37,11 @@ NAMED = ("apollo", "apollo-mini")
 MATRIXWISE = ("muon", "dion")
 # Optimizers that take parts of matrices on a tensor axis, whose ranks bring them together.
 MESHED = (*ELEMENTWISE, *MATRIXWISE)
+# Arguments that have flags of their own or follow from the model, and torch's switches of how a step is computed.
+GIVEN = {
+    "params", "lr", "weight_decay", "orthogonal", "matrices", "seed", "foreach", "fused", "maximize", "capturable",
+    "differentiable",
+}  # fmt: skip
 # Optimizers of methods that cut tensors: the others' ranks sum what looks across pieces.
 SHARDED = (*MESHED, *NAMED)
 # Optimizers that look across the elements of a tensor.
@@ -49,3 +55,19 @@ def make_optimizer(name: str, groups: list[dict[str, Any]], lr: float, **options
     if name not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {name!r}{nearest(name, OPTIMIZERS)}")
     return OPTIMIZERS[name](groups, lr=lr, **options)
+
+
+def options_of_optimizer(name: str) -> dict[str, Any]:
+    """The options of a registered optimizer that a run may state, and their types."""
+    maker = OPTIMIZERS[name]
+    cls: Any = maker.func if isinstance(maker, partial) else maker
+    found: dict[str, Any] = {}
+    for base in cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]:
+        if "__init__" not in vars(base):
+            continue
+        hints = get_type_hints(base.__init__)
+        for key, argument in inspect.signature(base.__init__).parameters.items():
+            if key in hints and key not in GIVEN and argument.kind is not argument.VAR_KEYWORD:
+                # torch's betas may be tensors, which no text can state.
+                found[key] = tuple[float, float] if key == "betas" else hints[key]
+    return found

@@ -42,7 +42,7 @@ from thinwire.planner.stages import Grid, Stages, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
-from thinwire.run.optimizer import optimizer_over
+from thinwire.run.optimizer import name_of, optimizer_over
 from thinwire.table import Row
 
 NUM_LAYERS, WIDTH = 32, 1024
@@ -181,7 +181,7 @@ def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_
         notes.append(row)
     shape = mesh_of(config)
     cut = config.memory or config.stages or shape.tensor * shape.pipeline * shape.expert > 1
-    if config.optimizer != ADAMW and cut:
+    if name_of(config.optimizer) != ADAMW and cut:
         raise ConfigError(
             f"--optimizer {config.optimizer}: counted on the data axis alone, and in memory: leave --mesh, "
             "--stages, --tensor and --memory out; nearest: --optimizer adamw"
@@ -419,7 +419,8 @@ def plan_on(
     grid, num_replicas = Topology(config.nodes, config.local_size), shape.sizes["data"]
     if shape.tensor * shape.pipeline == 1:
         plan = strategy.plan(model, grid, config.passes)
-        return plan if config.optimizer == ADAMW else by_optimizer(plan, strategy, model, config.optimizer, grid)
+        is_adamw = name_of(config.optimizer) == ADAMW
+        return plan if is_adamw else by_optimizer(plan, strategy, model, config.optimizer, grid)
     # Ranks of a stage are neighbours; those of a tensor axis lie between its replicas.
     on_node = min(max(1, grid.local_size // shape.tensor), num_replicas)
     on_node = on_node if num_replicas % on_node == 0 and grid.local_size % shape.tensor == 0 else 1
@@ -432,7 +433,7 @@ def plan_on(
 
 def why_not_by(strategy: Method, optimizer: str) -> str:
     """Why a strategy's plan can't be made for an optimizer, to follow its name; empty: it can."""
-    if optimizer == ADAMW:
+    if name_of(optimizer) == ADAMW:
         return ""
     if isinstance(strategy, IslandsMethod):
         return f"trains islands: ask for what trains them, such as --strategy {strategy.inner.name}"

@@ -32,6 +32,7 @@ from thinwire.options import (
     used_tables,
 )
 from thinwire.run.config import DEFAULTS, TrainConfig
+from thinwire.run.optimizer import read_optimizer
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,13 @@ def tokens_of(config: TrainConfig, tokenizer: Tokenizer, data: str | None = None
 
 
 def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertParallel | None) -> str:
-    """Name of the optimizer in effect: the stated one, or the strategy's choice.
+    """The optimizer in effect, with its options: the stated one, or the strategy's choice.
 
     strategy: None if it can't be built. Raises ConfigError for an optimizer that strategy, mesh or experts refuse.
     """
     fitting = OPTIMIZERS if strategy is None else strategy.optimizers
-    name = config.optimizer or next(iter(fitting))
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"--optimizer {name}: no such optimizer{nearest(name, fitting)}")
+    asked = config.optimizer or next(iter(fitting))
+    name, _ = read_optimizer(asked, fitting)
     if strategy is not None and name not in fitting:
         raise ConfigError(
             f"--optimizer {name} does not fit strategy {strategy.name}, which {strategy.optimizers_reason}"
@@ -145,7 +145,7 @@ def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertPa
         )
     if name in WHOLE and experts is not None and experts.slices > 1:
         raise ConfigError(f"--optimizer {name} needs whole matrices, which --experts.slices {experts.slices} cuts")
-    return name
+    return asked
 
 
 def recovers(config: TrainConfig) -> bool:

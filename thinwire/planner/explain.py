@@ -42,7 +42,7 @@ from thinwire.planner.stages import Grid, Stages, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
-from thinwire.run.optimizer import name_of, optimizer_over
+from thinwire.run.optimizer import name_of, optimizer_over, read_optimizer
 from thinwire.table import Row
 
 NUM_LAYERS, WIDTH = 32, 1024
@@ -51,6 +51,8 @@ MORE_PASSES = "it takes so many forwards and backwards of each micro-batch"
 # Steps and warm-up steps of the run that strategies are planned for.
 NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 ADAMW = "adamw"
+# Optimizers whose state and messages are counted.
+COUNTED = (ADAMW, "muon", "dion", "apollo", "apollo-mini")
 # Strategies among which --stages auto looks unless others are named.
 SEARCHED = ("zero", "sdp4bit")
 
@@ -181,7 +183,10 @@ def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_
         notes.append(row)
     shape = mesh_of(config)
     cut = config.memory or config.stages or shape.tensor * shape.pipeline * shape.expert > 1
-    if name_of(config.optimizer) != ADAMW and cut:
+    optimizer, _ = read_optimizer(config.optimizer, COUNTED)
+    if optimizer not in COUNTED:
+        raise ConfigError(f"--optimizer {config.optimizer}: counted are {', '.join(COUNTED)}; nearest: adamw")
+    if optimizer != ADAMW and cut:
         raise ConfigError(
             f"--optimizer {config.optimizer}: counted on the data axis alone, and in memory: leave --mesh, "
             "--stages, --tensor and --memory out; nearest: --optimizer adamw"
@@ -437,7 +442,7 @@ def why_not_by(strategy: Method, optimizer: str) -> str:
         return ""
     if isinstance(strategy, IslandsMethod):
         return f"trains islands: ask for what trains them, such as --strategy {strategy.inner.name}"
-    return "" if optimizer in strategy.optimizers else strategy.optimizers_reason
+    return "" if name_of(optimizer) in strategy.optimizers else strategy.optimizers_reason
 
 
 def by_optimizer(plan: MethodPlan, strategy: Method, model: nn.Module, optimizer: str, grid: Topology) -> MethodPlan:

@@ -37,7 +37,7 @@ class ExplainConfig:
     """Ranks on each machine."""
     model: str = "demo"
     """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR, whose weights are not read."""
-    optimizer: Literal["adamw", "muon", "dion", "apollo", "apollo-mini"] = "adamw"
+    optimizer: str = "adamw"
     """Whose state and messages are counted, as for `thinwire train`; any but adamw on the data axis alone."""
     mesh: str | None = None
     """Axes of the ranks, such as data=2,tensor=2, as for `thinwire train`; by default all ranks are the data axis."""

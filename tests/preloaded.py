@@ -5,6 +5,9 @@ See `workers`.
 
 import gc
 
+# Nothing of what is loaded goes again.
+gc.disable()
+
 from torch.distributed.pipelining import _backward  # noqa: F401  (loaded with the first half of a backward)
 
 import thinwire.compare.run
@@ -23,3 +26,4 @@ for command in COMMANDS.values():
     loaded(command.flags)().read([], Problems())
 # The collector would write to every object, and so copy the memory that ranks share with the server.
 gc.freeze()
+gc.enable()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_rows
-from tests.workers import HANG_S, Command, free_port, run_program
+from tests.workers import HANG_S, Command, run_program
 from thinwire.codecs import Codec
 from thinwire.codecs.table import all_rows
 from thinwire.compare import RaceConfig
@@ -207,11 +207,8 @@ def test_code_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> None
     script.write_text(block.text)
     if not re.search("init_process_group|init_device_mesh", block.text):
         printed, _ = run_program(script, 1)
-    elif block == README_LOOPS[0]:
-        # As a reader starts it; new interpreters take seconds longer.
-        ranks = ["--nproc-per-node", str(block.num_ranks), "--master-port", str(free_port())]
-        printed = run([sys.executable, "-m", "torch.distributed.run", *ranks, str(script)], tmp_path).stdout
     else:
+        # As torchrun starts it, which tests/training/test_runs.py runs itself: new interpreters take seconds longer.
         printed, _ = run_program(script, block.num_ranks)
     promised = re.findall(r"^# -> (.*)$", block.text, flags=re.MULTILINE)
     assert promised == printed.splitlines() or not promised

@@ -88,19 +88,19 @@ def follow(net: Any, kind: str, rank: int) -> list[Tensor]:
     """Steps of a loop that accumulates both ways, and leaves a part out; this rank's weights after each."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
     weights: list[Tensor] = []
-    for step in range(5):
-        if step == 1:
+    for step in range(4):
+        if step == 0:
             net.set_requires_gradient_sync(False)
             net(inputs(kind, 50, rank)).backward()
             net.set_requires_gradient_sync(True)
-        if step == 2:
+        if step == 1:
             net(inputs(kind, 51, rank)).backward()
-        if step == 3:
+        if step == 2:
             # Sums over shards wait for those over replicas.
             net.set_requires_all_reduce(False)
             net(inputs(kind, 52, rank)).backward()
             net.set_requires_all_reduce(True)
-        net(inputs(kind, step, rank), use_side=step % 2 == 0 or step == 3).backward()
+        net(inputs(kind, step, rank), use_side=step != 1).backward()
         if kind == "hsdp":
             nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         optimizer.step()
@@ -133,7 +133,7 @@ def lossy(rank: int, world_size: int, kind: str, local_size: int) -> dict[str, A
         compressed = compress_fsdp(net, method, local_size=local_size, announce=False) if method else None
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
         hashes, sent, losses = [], [], []
-        for step in range(6):
+        for step in range(4):
             before = compressed.meter.snapshot().sent_bytes if compressed else 0
             loss = net(inputs(kind, step % 2, rank))
             loss.backward()

@@ -23,7 +23,7 @@ from thinwire.checkpoint import Disk, Keep, Saver, Source
 from thinwire.compose import Stage, parallelize
 from thinwire.state.replicas import digest
 
-STEPS = 6
+STEPS = 4
 FP32: dict[str, Any] = {"weights": "fp32", "intra_gradients": "fp32", "inter_gradients": "fp32", "refresh": "fp32"}
 EXACT: dict[str, Any] = {
     "zero": thinwire.Zero(),
@@ -232,7 +232,7 @@ def move(rank: int, world_size: int, name: str, folder: Path) -> list[dict[str, 
             parallelize_module(block, mesh["tensor"], PLAN)
         stage = parallelize(model, adamw(model), mesh, [REMEMBER[name]], local_size=1, announce=False)
         if not number:
-            for step in range(4):
+            for step in range(3):
                 stage.forward_backward(batches(step, mesh["data"].get_local_rank(), sizes[0]))
                 stage.step(0.5)
         else:

@@ -13,10 +13,10 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.planner.explain import explain
 from thinwire.planner.options import read_explain
 
-SAVED, STEPS = 3, 6
+SAVED, STEPS = 2, 4
 SMALL = (
     "--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "128", "--lr", "0.003",
-    "--dtype", "fp32", "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120", "--steps", str(STEPS),
+    "--dtype", "fp32", "--eval-sequences", "8", "--sample-tokens", "2", "--timeout", "120", "--steps", str(STEPS),
 )  # fmt: skip
 MESH = ("--mesh", "data=2,tensor=2")
 CUT = "--mesh data=2,tensor=2 --local-size 1"
@@ -34,7 +34,7 @@ ROWS = {
     "sdp4bit": (4, f"--strategy sdp4bit {CUT} {STOP}", ""),
     "lossy": (4, f"--strategy sdp4bit {CUT}", "sdp4bit"),
     "plain": (2, f"--strategy zero-compressed {WHOLE} {STOP}", ""),
-    "cut": (4, f"--strategy zero-compressed {CUT} --stop-at 4", "plain"),
+    "cut": (4, f"--strategy zero-compressed {CUT} --stop-at {SAVED + 1}", "plain"),
     "uncut": (2, f"--strategy zero-compressed {WHOLE}", "cut"),
     "frontier": (4, f"--strategy frontier {FP32} {CUT}", ""),
     "fsdp": (4, f"--strategy fsdp {CUT}", ""),

@@ -12,11 +12,11 @@ import torch
 from tests.training.commands import RunsOfRanks, check_refused
 from thinwire.checkpoint import Source, latest
 
-SAVED, STEPS = 3, 6
+SAVED, STEPS = 2, 5
 SMALL = (
     "--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "128", "--lr", "0.003",
     "--llama.num-hidden-layers", "4", "--llama.tie-word-embeddings", "True", "--dtype", "fp32",
-    "--eval-sequences", "8", "--sample-tokens", "8", "--timeout", "120", "--local-size", "1",
+    "--eval-sequences", "8", "--sample-tokens", "2", "--timeout", "120", "--local-size", "1",
     "--steps", str(STEPS),
 )  # fmt: skip
 EXACT = "--pipeline.forward fp32 --pipeline.backward fp32"

@@ -24,7 +24,7 @@ from thinwire.losses import cut_loss
 from thinwire.methods.experts import Rows, sent
 from thinwire.models.moe import Experts, MoEConfig, MoELlama
 
-STEPS, FEW, ODD_STEP, LENGTH = 20, 8, 5, 12
+STEPS, FEW, ODD_STEP, LENGTH = 10, 7, 5, 12
 CONFIG = MoEConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=LENGTH, router_aux_loss_coef=0.01,
@@ -298,7 +298,7 @@ def meshes(rank: int, world_size: int) -> tuple[list[Any], list[Any]]:
     ]  # fmt: skip
 
 
-def test_twenty_steps_are_those_of_one_process() -> None:
+def test_steps_are_those_of_one_process() -> None:
     # SGD shows a gradient that is a number of times too large, which AdamW hides.
     truths = [
         alone(sgd, STEPS), alone(adamw, STEPS), alone(adamw, FEW), alone(sgd, STEPS, 2), alone(sgd, FEW, 2),

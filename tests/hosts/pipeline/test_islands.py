@@ -18,7 +18,7 @@ from tests.workers import run_workers
 from thinwire.methods.pipeline.inside import check_inside, check_recovers
 from thinwire.models.tensor import cut_over
 
-EVERY, STEPS = 2, 6
+EVERY, STEPS = 2, 4
 MEAN: dict[str, Any] = {"sync_every": EVERY, "outer_lr": 1.0, "outer_momentum": 0.0}
 STREAM: dict[str, Any] = {"sync_every": EVERY, "num_fragments": 2, "overlap_steps": 1, "mix": 0.25, "codec": "int8"}
 # name: the method of islands, the inner one, tensor ranks.

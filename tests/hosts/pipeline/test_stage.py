@@ -20,7 +20,7 @@ from thinwire.methods.pipeline import token_shares
 from thinwire.models import build_model
 from thinwire.state.replicas import digest
 
-STEPS = 20
+STEPS = 12
 EXACT: dict[str, Any] = {"forward": "fp32", "backward": "fp32"}
 # name: ranks of the pipeline, micro-batches, options.
 GRADIENTS: dict[str, tuple[int, int, dict[str, Any]]] = {

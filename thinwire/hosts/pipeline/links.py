@@ -7,12 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.calibration.links import REST_S, bucket_of
+from thinwire.calibration.links import LARGEST_BYTES, PROBE_S, REST_S, SMALLEST_BYTES, bucket_of
 from thinwire.collectives import Communicator, Expected, Label, Mailbox
 from thinwire.cost import Network
-
-# Long enough that the buffers of a link, which swallow the first part at once, do not decide.
-PROBE_S, SMALLEST_BYTES, LARGEST_BYTES = 0.15, 1 << 14, 1 << 25
 
 
 def measured_links(comm: Communicator, mailbox: Mailbox) -> Network:

@@ -89,6 +89,8 @@ def test_explaining_a_cluster_needs_no_trainer() -> None:
     assert not [name for name in done.stdout.split() if name.startswith(("thinwire.training", "thinwire.launch"))]
 
 
+# Of a function, without its docstring.
+MOST_LINES = 80
 # Rows of a table of rooms: the column in which their names stand.
 TABLES = {"README.md": ("## Where things are", 1), "CONTRIBUTING.md": ("## The house", 2)}
 
@@ -138,6 +140,17 @@ def test_a_class_name_stands_for_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_no_function_is_longer_than_its_limit() -> None:
+    found: dict[str, int] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                described = ast.get_docstring(node, clean=False) is not None
+                last = (node.body[0].end_lineno or 0) - node.body[0].lineno + 1 if described else 0
+                found[f"{path.relative_to(ROOT)} {node.name}"] = (node.end_lineno or 0) - node.lineno + 1 - last
+    assert not {name: num for name, num in found.items() if num > MOST_LINES}
 
 
 def test_files_import_each_other_in_no_circle() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.hosts.experts import ExpertRanks, expert_parallel
 from thinwire.hosts.experts.parallel import check_experts, check_optimizer
 from thinwire.hosts.interface import ParallelOptimizer, apply
-from thinwire.hosts.pipeline.stage import PipelineStage, models_own, take_part
+from thinwire.hosts.pipeline.stage import PipelineStage, StagePart, models_own, take_part
 from thinwire.hosts.pipeline.vocabulary import SpreadRows
 from thinwire.hosts.ranks import Axis, along
 from thinwire.hosts.sequence import SequenceRanks, sequence_parallel
@@ -430,58 +430,30 @@ def parallelize(
     method, two methods for one axis, everything that a method refuses, and parameters that do not fit the tensor axis.
     Then ranks compare their arguments; raises ConfigError that names the first difference.
     """
-    if not isinstance(methods, Sequence) or isinstance(methods, str):
-        raise ConfigError(f"methods must be a list, such as [{methods!r}]")
-    options_of_pipeline = [method for method in methods if isinstance(method, Pipeline)]
-    options_of_sequence = [method for method in methods if isinstance(method, SequenceParallel)]
-    options_of_experts = [method for method in methods if isinstance(method, ExpertParallel)]
-    residencies = [method for method in methods if isinstance(method, Residency)]
-    layouts = Pipeline | SequenceParallel | ExpertParallel | Residency
-    others = [method for method in methods if not isinstance(method, layouts)]
-    method = checked_method(model, mesh, others, options_of_pipeline, options_of_sequence, options_of_experts)
-    if len(residencies) > 1:
-        raise ConfigError("a process has one residency: give one thinwire.Residency")
-    if residencies:
-        resident_method(method, names_of(mesh))
-    # The peers of an island, and where what does not fit into memory lies, are a rank's own.
-    alike = [one for one in methods if not isinstance(one, Connected | Residency)]
-    given = {"methods": alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
-    check_agreement(mesh.mesh.flatten().tolist(), given | optimizer_options(optimizer), timeout_s)
-    options: dict[str, Any] = {"local_size": local_size, "seed": seed, "timeout_s": timeout_s, "checked": checked}
+    given = AxisMethods.of(methods, model, mesh)
+    alike = {"methods": given.alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
+    check_agreement(mesh.mesh.flatten().tolist(), alike | optimizer_options(optimizer), timeout_s)
+    names, method, part, stages, tensor, experts = names_of(mesh), given.method, None, None, None, None
+    of_ranks: dict[str, Any] = {"seed": seed, "timeout_s": timeout_s, "checked": checked}
     of_island = " of this island" if isinstance(method, Connected) else ""
     rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]
-    names, tensor = names_of(mesh), None
-    part = stages = None
     if "pipeline" in names:
-        # Before the others' stages leave the model.
-        skeleton = skeleton_of(model) if isinstance(method, IslandsMethod | Connected) else None
-        part = take_part(model, optimizer, (options_of_pipeline or [Pipeline()])[0], mesh["pipeline"])
-        if skeleton is not None:
-            trained = tuple(map(part.holdings.trained_by, range(mesh["pipeline"].size())))
-            stages = StageAxis(mesh["pipeline"], skeleton, trained)
+        part, stages = cut_layers(model, optimizer, mesh, given)
     if "tensor" in names:
         # Of a stage's layers alone.
         tensor = cut_parameters(model, optimizer, mesh["tensor"])
         rows.append(tensor_row(model, tensor, timeout_s))
-    # Ranks of a sequence have the same weights: to the data axis' method they are like all others. So are those that
-    # hold different experts, for all other weights.
-    is_flat = set(names) <= {"data", "sequence", "expert"}
-    if not is_flat or mesh.size() < dist.get_world_size() or "expert" in names:
-        inside = mesh[tuple(name for name in names if name != "island")]
-        whole = _compat.flattened(inside) if inside.ndim > 1 else inside
-        num_names = part.num_names if part is not None else 0
-        group = whole if is_flat or inside.ndim == 1 else mesh["data"]
-        options["axis"] = Axis(group, whole, tensor, num_names, stages=stages)
-        options["local_size"] = node_inside(mesh, inside, local_size)
-    experts = None
-    if "expert" in names:
-        meter, wanted = Meter(), with_ranks((*options_of_experts, ExpertParallel())[0], mesh)
-        check_optimizer(model, optimizer, wanted)
+    axis = axis_of(mesh, tensor, part, stages)
+    if axis is not None:
+        local_size = node_inside(mesh, axis.whole, local_size)
+    if axis is not None and "expert" in names:
+        check_optimizer(model, optimizer, given.experts)
+        meter = Meter()
         experts = expert_parallel(
-            model, wanted, options["axis"].whole, stride=stride_of(mesh, "expert"), local_size=options["local_size"],
-            seed=seed, timeout_s=timeout_s, checked=checked, meter=meter,
+            model, given.experts, axis.whole, stride=stride_of(mesh, "expert"), local_size=local_size, meter=meter,
+            **of_ranks,
         )  # fmt: skip
-        options["axis"] = replace(options["axis"], group_for=experts.group_for, meter=meter)
+        axis = replace(axis, group_for=experts.group_for, meter=meter)
     if stages is not None:
         # The first rank of an island opens a group with other islands' first ones, and no group opens behind that.
         reserve(mesh["pipeline"], NUM_GROUPS, timeout_s)
@@ -489,35 +461,101 @@ def parallelize(
             reserve(mesh["tensor"], 1, timeout_s)
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
-    if residencies:
-        options |= {"residency": residencies[0], "initial": initial}
+    options = of_ranks | {"local_size": local_size} | ({} if axis is None else {"axis": axis})
+    if given.residency is not None:
+        options |= {"residency": given.residency, "initial": initial}
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
     if isinstance(model, MoELlama) and parallel.comm.world_size > 1:
         model.gather = partial(gathered, parallel.comm)
     if overlap and not parallel.overlaps:
         rows.append(("overlap", "no effect", "weights are whole when a step ends"))
     if part is not None:
-        own = PipelineStage(
-            part, mesh["pipeline"], parallel, seed=seed, timeout_s=timeout_s, checked=checked, tensor=tensor
-        )
+        own = PipelineStage(part, mesh["pipeline"], parallel, tensor=tensor, **of_ranks)
         if stages is not None:
             stages.after_write = own.weights_written
         stage: Stage = PipelinedStage(model, parallel, rows, own, tensor, holders_of(mesh, "pipeline"))
     else:
         sequence = None
         if "sequence" in names:
-            asked = (*options_of_sequence, SequenceParallel())[0]
-            axis = options.get("axis")
             sequence = sequence_parallel(
-                model, replace(asked, parallel=mesh["sequence"].size()), None if axis is None else axis.whole,
-                stride=stride_of(mesh, "sequence"), local_size=options["local_size"], seed=seed,
-                timeout_s=timeout_s, checked=checked, meter=parallel.meter,
+                model, given.sequence, None if axis is None else axis.whole, stride=stride_of(mesh, "sequence"),
+                local_size=local_size, meter=parallel.meter, **of_ranks,
             )  # fmt: skip
             model.forward = sequence.forward_of(model)
         stage = Stage(module, parallel, rows, tensor, sequence, experts)
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())
     return stage
+
+
+@dataclass(frozen=True)
+class AxisMethods:
+    """What `parallelize` was given: the method of the data axis, in that of islands, and the options of other axes.
+
+    alike: what all ranks must have been given; the peers of an island, and a residency, are a rank's own.
+    """
+
+    method: Method | Connected
+    pipeline: Pipeline
+    sequence: SequenceParallel
+    experts: ExpertParallel
+    residency: Residency | None
+    alike: list[Any]
+
+    @classmethod
+    def of(cls, methods: Iterable[Any], model: nn.Module, mesh: DeviceMesh) -> AxisMethods:
+        """The methods by their axes, with the ranks of the mesh. Raises ConfigError with all that does not fit."""
+        if not isinstance(methods, Sequence) or isinstance(methods, str):
+            raise ConfigError(f"methods must be a list, such as [{methods!r}]")
+        pipelines = [method for method in methods if isinstance(method, Pipeline)]
+        sequences = [method for method in methods if isinstance(method, SequenceParallel)]
+        experts = [method for method in methods if isinstance(method, ExpertParallel)]
+        residencies = [method for method in methods if isinstance(method, Residency)]
+        layouts = Pipeline | SequenceParallel | ExpertParallel | Residency
+        others = [method for method in methods if not isinstance(method, layouts)]
+        method = checked_method(model, mesh, others, pipelines, sequences, experts)
+        if len(residencies) > 1:
+            raise ConfigError("a process has one residency: give one thinwire.Residency")
+        if residencies:
+            resident_method(method, names_of(mesh))
+        sizes, alike = sizes_of(mesh), [one for one in methods if not isinstance(one, Connected | Residency)]
+        return cls(
+            method, (*pipelines, Pipeline())[0],
+            replace((*sequences, SequenceParallel())[0], parallel=sizes.get("sequence", 1)),
+            replace((*experts, ExpertParallel())[0], parallel=sizes.get("expert", 1)),
+            (*residencies, None)[0], alike,
+        )  # fmt: skip
+
+
+def cut_layers(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, given: AxisMethods
+) -> tuple[StagePart, StageAxis | None]:
+    """Leave this rank's layers in the model: its part of a pipeline, and beside islands how their stages lie."""
+    # Before the others' stages leave the model.
+    skeleton = skeleton_of(model) if isinstance(given.method, IslandsMethod | Connected) else None
+    part = take_part(model, optimizer, given.pipeline, mesh["pipeline"])
+    if skeleton is None:
+        return part, None
+    trained = tuple(map(part.holdings.trained_by, range(mesh["pipeline"].size())))
+    return part, StageAxis(mesh["pipeline"], skeleton, trained)
+
+
+def axis_of(
+    mesh: DeviceMesh, tensor: TensorAxis | None, part: StagePart | None, stages: StageAxis | None
+) -> Axis | None:
+    """The ranks of the data axis' method; None: all there are.
+
+    Ranks of a sequence have the same weights: to that method they are like all others. So are those that hold different
+    experts, for all other weights.
+    """
+    names = names_of(mesh)
+    is_flat = set(names) <= {"data", "sequence", "expert"}
+    if is_flat and mesh.size() == dist.get_world_size() and "expert" not in names:
+        return None
+    inside = mesh[tuple(name for name in names if name != "island")]
+    whole = _compat.flattened(inside) if inside.ndim > 1 else inside
+    group = whole if is_flat or inside.ndim == 1 else mesh["data"]
+    return Axis(group, whole, tensor, part.num_names if part is not None else 0, stages=stages)
 
 
 def gathered(comm: Communicator, sums: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from thinwire.registry import strategy_named
 
 STEPS, STEP_S, LR = 12, 0.002, 0.1
 # How many ticks a job takes is the clock's.
-ALONE: dict[str, Any] = {"interval_s": 0.001, "local_steps": 5, "weights": "importance"}
+ALONE: dict[str, Any] = {"interval_s": 0.001, "local_steps": 5, "weighting": "importance"}
 
 
 class Line(nn.Module):

@@ -16,7 +16,7 @@ from tests.conformance.strategy_suite import hash_of
 from tests.workers import run_workers
 from thinwire.codecs import Integer
 from thinwire.errors import ConfigError, PeerLostError
-from thinwire.islands.ticks import CLOCK, CLOCK_BYTES, WORD_BYTES, RoundsIsland, Tick
+from thinwire.islands.ticks import CLOCK, CLOCK_BYTES, STATUS_BYTES, RoundsIsland, Tick
 from thinwire.methods.islands.fedfix import FedFix
 
 LR, JOB, SLOW, SLOW_TICKS = 0.1, 2, 3, 8
@@ -64,7 +64,7 @@ def quadratics(rank: int, weights: str, num_ticks: int) -> dict[str, Any]:
     model = Point(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     before = 0
-    options: Any = {"interval_s": 0.01, "local_steps": JOB, "weights": weights}
+    options: Any = {"interval_s": 0.01, "local_steps": JOB, "weighting": weights}
     if weights != "importance":
         options["max_ticks"] = 1000
     with Recorded(model, optimizer, codec="fp32", **options) as fed:
@@ -86,7 +86,7 @@ def quadratics(rank: int, weights: str, num_ticks: int) -> dict[str, Any]:
         "sent": (reading.sent_by("hand_in"), fed.jobs * fed.bytes_per_job),
         "words": (
             reading.sent_by("clock") + reading.operations["all_gather_exact", "inter"].sent_bytes,
-            fed.ticks * (fed.comm.world_size - 1) * (WORD_BYTES + CLOCK_BYTES * (rank == CLOCK)),
+            fed.ticks * (fed.comm.world_size - 1) * (STATUS_BYTES + CLOCK_BYTES * (rank == CLOCK)),
         ),
     }
 
@@ -126,7 +126,7 @@ def islands(rank: int, world_size: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(64, 4, generator=generator)
     y = x.prod(1, keepdim=True).tanh() + x.sum(1, keepdim=True)
-    options: Any = {"interval_s": 0.01, "local_steps": 5, "weights": "estimated", "overlap": True, "max_ticks": 4}
+    options: Any = {"interval_s": 0.01, "local_steps": 5, "weighting": "estimated", "overlap": True, "max_ticks": 4}
 
     def mse() -> Tensor:
         return (model(x) - y).square().mean()

@@ -209,9 +209,9 @@ class Node:
         graph, per_step = self.graph, 2 * self.law.rate / self.graph.num_nodes
         seen = f"chi1 {graph.chi1:.4g}, chi2 {graph.chi2:.4g}"
         return [
-            ("graph", f"{graph.num_nodes} nodes, {len(graph.edges)} edges", seen),
+            ("graph", f"{graph.num_nodes} ranks, {len(graph.edges)} edges", seen),
             ("a unit of time", f"{self.step_s:g} s", "one local step; longer where the network can't keep up"),
-            ("meetings", f"{per_step:.3g} a node and unit", f"{self.law.rate:.4g} in all"),
+            ("exchanges with neighbours", f"{per_step:.3g} a rank and unit", f"{self.law.rate:.4g} in all"),
             ("kept per rank", f"{self._vectors.planned_bytes / 1e6:.3f} MB", f"{self.state.shape[0]} vectors of fp32"),
             self._start_row,
             ("sent per rank and unit", f"{self.bytes_per_step / 1e6:.3f} MB", "fp32, on average"),

@@ -33,7 +33,7 @@ log = logging.getLogger("thinwire")
 CLOCK = 0
 # The key of what is kept: all parameters as one vector.
 MODEL = "model"
-CLOCK_BYTES, WORD_BYTES = 1, 2
+CLOCK_BYTES, STATUS_BYTES = 1, 2
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class RoundsIsland:
             ("islands", str(self.comm.world_size), "every rank is one"),
             ("a tick", f"every {self.method.interval_s:g} s", f"by rank {self.comm.global_ranks[CLOCK]}'s clock"),
             ("a job", f"{self.method.local_steps} steps", f"an island that has finished {waits}"),
-            self.method.weights_row,
+            self.method.weighting_row,
             ("Deltas", str(self.codec), f"{self.codec.bits_per_element:.4g} bits an element"),
             self._start_row,
             ("sent per rank and job", f"{self.bytes_per_job / 1e6:.3f} MB", f"{plain / 1e6:.3f} MB in fp32"),

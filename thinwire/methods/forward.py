@@ -14,7 +14,7 @@ from thinwire.methods.interface import Method, MethodPlan, trained_shapes
 from thinwire.optim import GENERAL
 
 # Besides its samples a rank sends its loss, fp32, and whether it was asked to stop.
-WORD_BYTES = 5
+STATUS_BYTES = 5
 
 
 class ForwardMethod(Method, ABC):
@@ -59,7 +59,7 @@ class ForwardMethod(Method, ABC):
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Perturbed weights, and after them the estimate, take the memory of the gradients."""
         whole = sum(4 * shape.numel() for shape in trained_shapes(model).values())
-        words = gather_bytes(topology, self.samples + WORD_BYTES)
+        words = gather_bytes(topology, self.samples + STATUS_BYTES)
         return MethodPlan(
             weights=whole,
             gradients=whole,

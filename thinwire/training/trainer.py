@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,43 +58,85 @@ class Trainer:
         began = time.monotonic()
         self.config, self.place, self.stop = run.config, place, stop
         self.device = device or Device()
-        config = run.config
-        self.run_dir = RunDir(config.run_dir)
-        corpus = Corpus.of(config)
+        self.run_dir = RunDir(run.config.run_dir)
+        corpus = Corpus.of(run.config)
         self.digest = corpus.digest
-        self.dtype = agree(config, tokens=self.digest, dtype=dtype)
-        folder = folder_to_read(self.run_dir, place.island)
-        # The launcher has verified the first island's checkpoints on the first machine, unless none was sound.
-        verifies = place.local_rank == 0 and (place.number > 0 or not is_verified(folder))
-        find_start = partial(agree_on_start, folder, verifies=verifies, island=place.island)
-        saved, saved_rows = (None, []) if generation else find_start()
+        self.dtype = agree(run.config, tokens=self.digest, dtype=dtype)
+        saved, saved_rows = (None, []) if generation else self._find_start()
         self.engine = Engine(run, place, self.device, corpus, self.dtype)
         self.model, self.batch, self.loader = self.engine.model, self.engine.batch, self.engine.loader
         self.stage, self.optimizer = self.engine.stage, self.engine.optimizer
         reunion = None
         if generation:
-            reunion = Reunion.of(
-                survivor, generation, replicas=config.mesh_shape.sizes["data"], tied=self.engine.ends_are_tied
-            )
+            replicas = run.config.mesh_shape.sizes["data"]
+            reunion = Reunion.of(survivor, generation, replicas=replicas, tied=self.engine.ends_are_tied)
         if reunion is not None and reunion.why_not:
-            saved, saved_rows = find_start()
-            saved_rows = [*saved_rows, ("recover", fallback(reunion, step_of(saved)), "")]
-            if survivor is not None and survivor.reporter is not None:
-                survivor.reporter.close()
+            saved, saved_rows = self._fall_back(reunion, survivor)
             reunion = survivor = None
-        # On every rank: they measure together.
-        advice = () if self.stage.pipeline is not None else advise(
-            self.optimizer, config.strategy, self.engine.num_parameters,
-            self.batch.tokens_per_step // self.engine.num_shares,
-            torch.bfloat16 if self.dtype == "bf16" else torch.float32, self.device,
-        )  # fmt: skip
-        link_rows = list(advice)
+        advice = self._advice()
+        self.saver = self._open_saver()
+        self._about = self._account()
+        self._proof: Proof | None = None
+        self._prediction: Prediction | None = None
+        # A checkpoint of this step has its next loss already, or another layout's loss would follow.
+        self._known_after = -1
+        self.step = 0
+        load_report = self._begin(saved, reunion, survivor)
+        self._watchdog = Watchdog(run.config.dead_steps)
+        self._traffic = self.optimizer.meter.snapshot()
+        self._moved = self._moved_so_far()
+        self.reporter: Reporter | None = None if survivor is None else survivor.reporter
+        self.onlooker: Progress | None = None
+        own_rows = [*advice, *self._rows_on_options()]
+        if self.reporter is None:
+            self._open_report([*self._device_rows(), *rows], [*saved_rows, *load_report], own_rows)
+        self._report_changes()
+        if reunion is not None and self.reporter is not None:
+            how = run.pipeline.recover if run.pipeline else ""
+            self.reporter.membership(reunion.event(how, survivor.lost_at if survivor else began))
+        self._planned = Planned(run.config, self.optimizer.everyone, self._warn) if run.config.plan else None
+        if not generation:
+            self._arm_faults()
+        self._step_start = self._note_start()
+
+    def _find_start(self) -> tuple[Path | None, list[Row]]:
+        """The checkpoint from which all ranks go on, None for the beginning, and rows on it; a collective."""
+        place, folder = self.place, folder_to_read(self.run_dir, self.place.island)
+        # The launcher has verified the first island's checkpoints on the first machine, unless none was sound.
+        verifies = place.local_rank == 0 and (place.number > 0 or not is_verified(folder))
+        return agree_on_start(folder, verifies=verifies, island=place.island)
+
+    def _fall_back(self, reunion: Reunion, survivor: Survivor | None) -> tuple[Path | None, list[Row]]:
+        """The same for a run in which what is left of a step can't be gone on from."""
+        saved, rows = self._find_start()
+        rows = [*rows, ("recover", fallback(reunion, step_of(saved)), "")]
+        if survivor is not None and survivor.reporter is not None:
+            survivor.reporter.close()
+        return saved, rows
+
+    def _advice(self) -> list[Row]:
+        """Rows on what would suit the links better; a collective, since ranks measure together."""
+        if self.stage.pipeline is not None:
+            return []
+        tokens_per_rank = self.batch.tokens_per_step // self.engine.num_shares
+        dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        found = advise(
+            self.optimizer, self.config.strategy, self.engine.num_parameters, tokens_per_rank, dtype, self.device
+        )
+        return list(found)
+
+    def _open_saver(self) -> Saver:
+        """What writes checkpoints; a collective."""
+        config, place = self.config, self.place
         disk = Disk.find(self.run_dir.checkpoints, place.rank, self._numbers_of_ranks)
         store = store_of_ranks(place.rank, place.world_size, self._numbers_of_ranks)
         keep = Keep(config.keep_last, config.keep_every, config.keep_best)
-        self.saver = Saver(self.run_dir.checkpoints, disk, store, keep, config.timeout)
-        # What every checkpoint says of the run; training would stand still while it is put together.
-        self._about: dict[str, Any] = {
+        return Saver(self.run_dir.checkpoints, disk, store, keep, config.timeout)
+
+    def _account(self) -> dict[str, Any]:
+        """What every checkpoint says of the run; training would stand still while it is put together."""
+        config, place = self.config, self.place
+        about: dict[str, Any] = {
             "strategy": config.strategy,
             "versions": versions(),
             "circumstances": circumstances(self.batch, place.world_size, self.dtype, self.device.name) | self._layout,
@@ -103,60 +144,50 @@ class Trainer:
             "config": to_toml(config),
         }
         if config.mesh_shape.pipeline * config.mesh_shape.tensor > 1:
-            self._about["mesh"] = str(config.mesh_shape)
-        self._proof: Proof | None = None
-        self._prediction: Prediction | None = None
-        # A checkpoint of this step has its next loss already, or another layout's loss would follow.
-        self._known_after = -1
-        load_report: list[Row] = []
-        self.step = 0
+            about["mesh"] = str(config.mesh_shape)
+        return about
+
+    def _begin(self, saved: Path | None, reunion: Reunion | None, survivor: Survivor | None) -> list[Row]:
+        """Take the state of others, of a checkpoint or of a log, at `step`; the load report of a checkpoint."""
         self._follow()
         # An island that has joined others has their state; its own older checkpoint is of no use.
         if reunion is not None:
             self.step = reunion.restore(survivor, self.engine, self.engine.seed_after)
         elif saved and not self.step:
-            self.step, load_report = self._load(saved)
+            self.step, report = self._load(saved)
+            return report
         elif not self.step:
             self.step = self._catch_up()
-        self._watchdog = Watchdog(config.dead_steps)
-        self._traffic = self.optimizer.meter.snapshot()
-        self._moved = self._moved_so_far()
-        self.reporter: Reporter | None = None
-        self.onlooker: Progress | None = None
-        rows = [*self._device_rows(), *rows]
+        return []
+
+    def _rows_on_options(self) -> Iterator[Row]:
+        """Rows on what ranks send each other beside a strategy's bytes, and on a sample and a teacher."""
+        config, lessons = self.config, self.engine.distillation
         if self.stage.pipeline is not None:
-            link_rows.append(self._border_row(self.stage.pipeline))
+            yield self._border_row(self.stage.pipeline)
         if self.optimizer.weights_pass and config.sample_tokens:
             why = "every token would read all weights from the disk; `thinwire generate` needs them in memory"
-            link_rows.append((f"--sample-tokens {config.sample_tokens}", "none", why))
-        if (lessons := self.engine.distillation) is not None:
+            yield f"--sample-tokens {config.sample_tokens}", "none", why
+        if lessons is not None:
             why = "stated" if config.teacher_weight is not None else "with which both losses are equal before this step"
-            link_rows.append((f"--teacher {config.teacher}", f"its experts teach, weight {lessons.weight:.4g}", why))
+            yield f"--teacher {config.teacher}", f"its experts teach, weight {lessons.weight:.4g}", why
         if self.stage.sequence is not None:
-            link_rows.append(self._sequence_row(self.stage.sequence))
-        if survivor is not None and survivor.reporter is not None:
-            self.reporter = survivor.reporter
-        elif place.rank == 0:
-            data_row = (f"data {config.data}", f"{corpus.num_tokens:,} tokens", f"tokenizer {config.tokenizer}")
+            yield self._sequence_row(self.stage.sequence)
+
+    def _open_report(self, rows: Sequence[Row], loaded: Sequence[Row], own_rows: Sequence[Row]) -> None:
+        """Rank 0 reports; the first rank of each other machine shows the progress, and `rows` alone."""
+        config, place, whole = self.config, self.place, self.stage.uncompressed_bytes_per_step
+        if place.rank == 0:
+            tokens = f"{self.engine.corpus.num_tokens:,} tokens"
+            data_row = (f"data {config.data}", tokens, f"tokenizer {config.tokenizer}")
             self.reporter = Reporter(
-                config, first_step=self.step, world_size=place.num_ranks,
-                uncompressed_bytes=self.stage.uncompressed_bytes_per_step,
-                rows=[data_row, *rows, *saved_rows, *load_report, *self.stage.describe(), *link_rows],
+                config, first_step=self.step, world_size=place.num_ranks, uncompressed_bytes=whole,
+                rows=[data_row, *rows, *loaded, *self.stage.describe(), *own_rows],
             )  # fmt: skip
         elif place.is_first_of_machine:
             sender = f"rank {place.rank}" if self.stage.pipeline is not None else ""
-            self.onlooker = Progress(
-                config.steps, self.batch.tokens_per_step, self.stage.uncompressed_bytes_per_step, sender
-            )
+            self.onlooker = Progress(config.steps, self.batch.tokens_per_step, whole, sender)
             self.onlooker.start_table([*rows, ("metrics, summary and report", "on node 0", "where rank 0 is")])
-        self._report_changes()
-        if reunion is not None and self.reporter is not None:
-            how = run.pipeline.recover if run.pipeline else ""
-            self.reporter.membership(reunion.event(how, survivor.lost_at if survivor else began))
-        self._planned = Planned(config, self.optimizer.everyone, self._warn) if config.plan else None
-        if not generation:
-            self._arm_faults()
-        self._step_start = self._note_start()
 
     def survivor(self) -> Survivor:
         """The state that this rank takes along after the loss of another. The trainer can't be used afterwards."""

@@ -26,11 +26,11 @@ def weights_at(interval: float, importance: Sequence[float]) -> list[float]:
 def test_weights_are_the_published_ones() -> None:
     assert weights_at(0.25, [1.0] * 5) == [4, 4, 3, 2, 1]
     assert weights_at(0.5, [1.0] * 5) == [2, 2, 2, 1, 1]
-    assert weights_at(1.0, [1.0] * 5) == FedFix(weights="importance").weights_of([1.0] * 5, [7] * 5, 1, [1] * 5)
+    assert weights_at(1.0, [1.0] * 5) == FedFix(weighting="importance").weights_of([1.0] * 5, [7] * 5, 1, [1] * 5)
     assert FedFix(max_ticks=3).weights_of([1.0] * 2, [2, 9], 9, [1, 1]) == [2, 3]
     counted = [8, 4, 1, 1, 1], 8, [0, 1, 2, 8, 9]
-    assert FedFix(weights="estimated").weights_of(EQUAL, *counted) == pytest.approx([1.6, 1.6, 0.8, 0.2, 0.2])
-    most = FedFix(weights="estimated", max_ticks=5)
+    assert FedFix(weighting="estimated").weights_of(EQUAL, *counted) == pytest.approx([1.6, 1.6, 0.8, 0.2, 0.2])
+    most = FedFix(weighting="estimated", max_ticks=5)
     assert most.weights_of(EQUAL, *counted) == pytest.approx([1.0, 1.0, 0.8, 0.2, 0.2])
     assert FedFix(importance=(1.0, 3.0)).importance_of(2) == [0.25, 0.75]
 
@@ -143,10 +143,10 @@ def test_a_dead_client_does_not_stop_the_others() -> None:
     [
         ({"interval_s": 0.0}, "interval_s 0"),
         ({"local_steps": 0}, "local_steps 0"),
-        ({"weights": "tick"}, "did you mean 'ticks'"),
+        ({"weighting": "tick"}, "did you mean 'ticks'"),
         ({"outer_lr": 0.0}, "outer_lr 0"),
         ({"max_ticks": 0}, "max_ticks 0"),
-        ({"weights": "importance", "max_ticks": 4}, "max_ticks 4: no effect"),
+        ({"weighting": "importance", "max_ticks": 4}, "max_ticks 4: no effect"),
         ({"codec": "int5"}, "nearest is 4"),
     ],
 )

@@ -24,7 +24,7 @@ from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Ranks
 from thinwire.methods import slope_code as byte
 from thinwire.methods.directions import Directions
-from thinwire.methods.forward import WORD_BYTES, ForwardMethod
+from thinwire.methods.forward import STATUS_BYTES, ForwardMethod
 from thinwire.methods.slope_log import Entry, SlopeLog
 from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
 from thinwire.table import SENT, Row, announce as announce_table
@@ -79,7 +79,7 @@ def forward_only(
 class ForwardOptimizer(AgreeingOptimizer):
     """Steps the user's optimizer with gradients that `measure` estimates; made by `forward_only`.
 
-    In every step each rank sends its n samples, one byte each, and WORD_BYTES more. `log` holds all applied bytes.
+    In every step each rank sends its n samples, one byte each, and STATUS_BYTES more. `log` holds all applied bytes.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class ForwardOptimizer(AgreeingOptimizer):
         slopes = (losses[:, 0] - losses[:, 1]) / (2 * self.method.eps)
         result = losses.mean().float().requires_grad_()
 
-        def hand_in(gradient: Tensor) -> None:
+        def record(gradient: Tensor) -> None:
             self._slopes += slopes * float(gradient)
 
-        result.register_hook(hand_in)
+        result.register_hook(record)
         return result
 
     def zero_grad(self) -> None:
@@ -162,7 +162,9 @@ class ForwardOptimizer(AgreeingOptimizer):
                 # A restarted run can repeat all steps so far from the log.
                 self._keep_log()
                 raise
-            losses = self._received[:, -WORD_BYTES:-1].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            losses = (
+                self._received[:, -STATUS_BYTES:-1].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            )
             self.mean_loss = float(losses.double().mean())
             self.stop_requested = self.stop_requested or bool(self._received[:, -1].any())
             self._slopes.zero_()
@@ -175,7 +177,7 @@ class ForwardOptimizer(AgreeingOptimizer):
     @property
     def _codes(self) -> Tensor:
         assert self._received is not None
-        return self._received[:, :-WORD_BYTES]
+        return self._received[:, :-STATUS_BYTES]
 
     def _scale(self, factor: float) -> None:
         self._factor *= factor
@@ -243,7 +245,7 @@ class ForwardOptimizer(AgreeingOptimizer):
     @property
     def bytes_per_step(self) -> int:
         """Payload bytes that this rank sends in one step: its samples, loss and stop request to each other rank."""
-        return (self.method.samples + WORD_BYTES) * (self.comm.world_size - 1)
+        return (self.method.samples + STATUS_BYTES) * (self.comm.world_size - 1)
 
     def describe(self) -> list[Row]:
         method, world_size = self.method, self.comm.world_size

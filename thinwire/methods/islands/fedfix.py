@@ -11,7 +11,7 @@ from thinwire.methods.options import check_types, codec_of
 from thinwire.methods.own_pace.rounds import RoundsMethod
 from thinwire.table import Row
 
-WEIGHTS = ("ticks", "estimated", "importance")
+WEIGHTINGS = ("ticks", "estimated", "importance")
 MAX_TICKS = 10
 
 
@@ -46,14 +46,14 @@ class FedFix(RoundsMethod):
     """Seconds between two ticks, by rank 0's clock; above 0."""
     local_steps: int = 10
     """Optimizer steps K of one job; at least 1."""
-    weights: str = "ticks"
+    weighting: str = "ticks"
     """How an island's weight d_i in the sum follows from its speed: ticks, estimated or importance."""
     importance: tuple[float, ...] | None = None
     """p_i, one number for each rank, scaled to a sum of 1; by default all equal."""
     outer_lr: float = 1.0
     """Learning rate of the sum; above 0."""
     max_ticks: int | None = None
-    """No d_i is larger than max_ticks p_i; at least 1, by default 10. Refused beside weights importance."""
+    """No d_i is larger than max_ticks p_i; at least 1, by default 10. Refused beside weighting importance."""
     codec: str = "int4/128"
     """Codec of a Delta, each tensor by itself."""
     overlap: bool = False
@@ -68,27 +68,27 @@ class FedFix(RoundsMethod):
                 raise ConfigError(f"{name} {value}: at least 1")
         if self.outer_lr <= 0:
             raise ConfigError(f"outer_lr {self.outer_lr:g}: above 0; 1 is the paper's")
-        if self.weights not in WEIGHTS:
-            raise ConfigError(f"weights {self.weights!r}{nearest(self.weights, WEIGHTS)}")
-        if self.weights == "importance" and self.max_ticks is not None:
+        if self.weighting not in WEIGHTINGS:
+            raise ConfigError(f"weighting {self.weighting!r}{nearest(self.weighting, WEIGHTINGS)}")
+        if self.weighting == "importance" and self.max_ticks is not None:
             raise ConfigError(
-                f"max_ticks {self.max_ticks}: no effect beside weights importance, where every job counts p_i; leave "
-                "it out, or take weights ticks or estimated"
+                f"max_ticks {self.max_ticks}: no effect beside weighting importance, where every job counts p_i; leave "
+                "it out, or take weighting ticks or estimated"
             )
         codec_of(self, "codec")
 
     @property
-    def weights_row(self) -> Row:
+    def weighting_row(self) -> Row:
         rule = {
             "ticks": "p times the ticks that the job took: unbiased",
             "estimated": "p times aggregations over participations, counted so far",
             "importance": "p alone: fast islands count more",
-        }[self.weights]
-        return f"weights {self.weights}", rule, "" if self.weights == "importance" else f"at most {self._limit} p"
+        }[self.weighting]
+        return f"weighting {self.weighting}", rule, "" if self.weighting == "importance" else f"at most {self._limit} p"
 
     @property
     def most_ticks(self) -> int | None:
-        return self._limit if self.weights == "ticks" else None
+        return self._limit if self.weighting == "ticks" else None
 
     @property
     def _limit(self) -> int:
@@ -115,9 +115,9 @@ class FedFix(RoundsMethod):
             num_ticks: ticks so far, this one included.
             num_jobs: N_i, jobs so far, this one included.
         """
-        if self.weights == "importance":
+        if self.weighting == "importance":
             return list(importance)
-        if self.weights == "ticks":
+        if self.weighting == "ticks":
             return [min(count, self._limit) * p for count, p in zip(job_ticks, importance, strict=True)]
         shares = [num_ticks / max(count, 1) for count in num_jobs]
         return [p * min(max(share, 1.0), self._limit) for p, share in zip(importance, shares, strict=True)]

@@ -83,7 +83,7 @@ class Gossip(PairsMethod):
     that are slower count less."""
     graph: str | tuple[tuple[int, int], ...] = "ring"
     """Which ranks exchange with which: ring, star, complete, or a list of edges such as (0, 1) between two ranks."""
-    meetings_per_step: float = 1.0
+    exchanges_per_step: float = 1.0
     """Exchanges of each rank with a neighbour during one local step, on average; above 0."""
     accelerated: bool = True
     """Use A2CiD2's second vector and its mixing; off: plain averaging in pairs."""
@@ -91,8 +91,8 @@ class Gossip(PairsMethod):
     def __post_init__(self) -> None:
         check_types(self)
         self.check_step()
-        if not self.meetings_per_step > 0:
-            raise ConfigError(f"meetings_per_step {self.meetings_per_step:g}: above 0; 1 is usual")
+        if not self.exchanges_per_step > 0:
+            raise ConfigError(f"exchanges_per_step {self.exchanges_per_step:g}: above 0; 1 is usual")
 
     def law(self, num_nodes: int) -> A2CiD2:
-        return A2CiD2(Graph.of(self.graph, num_nodes), 0.5 * num_nodes * self.meetings_per_step, self.accelerated)
+        return A2CiD2(Graph.of(self.graph, num_nodes), 0.5 * num_nodes * self.exchanges_per_step, self.accelerated)

@@ -33,8 +33,8 @@ class RoundsMethod(OwnPaceMethod):
         return (codec_of(self, "codec"),)
 
     @property
-    def weights_row(self) -> Row:
-        """The row of the start-up table that describes the weights."""
+    def weighting_row(self) -> Row:
+        """The row of the start-up table that says how islands are weighted."""
         raise NotImplementedError
 
     @property

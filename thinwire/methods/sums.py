@@ -49,7 +49,7 @@ class Round:
 
     @cached_property
     def _messages(self) -> dict[tuple[int, int], dict[SumLeg, PacketSection]]:
-        """For each (sender, receiver): the rows that one adds to and the other wants, and where the message has them."""
+        """For each (sender, receiver): the rows that one adds to and the other wants, and their place in the packet."""
         found: dict[tuple[int, int], list[SumLeg]] = {}
         for number, summed in enumerate(self.sums.values()):
             wanted = [(rank, *span) for rank, span in enumerate(summed.wants) if span[0] < span[1]]

@@ -38,13 +38,13 @@ class RaceConfig:
     seeds: str | None = None
     """Seeds, separated by commas, of each contestant's runs; by default the configuration's."""
     no_bound: bool = False
-    """Do not measure computing alone, and so leave out the least time that a step could take."""
+    """Do not measure computation alone, and so leave out the least time that a step could take."""
     timeout: float = 600.0
     """Seconds without a new step after which a contestant is given up."""
     out: str = "runs/compare"
     """Folder for compare.json, compare.html and a run directory for each contestant and seed."""
     resume: bool = False
-    """Go on with the interrupted race in the folder."""
+    """Continue the interrupted race in the folder."""
     overwrite: bool = False
     """Delete the race that the folder holds."""
 

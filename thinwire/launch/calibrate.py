@@ -26,7 +26,7 @@ class CalibrateConfig:
     out: str = "machine.json"
     """File to write, on node 0."""
     models: tuple[str, ...] = ("tiny", "demo", "125m")
-    """Presets of which a layer is timed; a plan takes the one whose width is nearest."""
+    """Presets; one layer of each is timed, and a plan takes the preset whose width is nearest."""
     dtypes: tuple[str, ...] = ("fp32",)
     """Compute types to time: fp32, bf16 or both."""
     codecs: tuple[str, ...] = ()

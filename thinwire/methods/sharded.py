@@ -1,4 +1,4 @@
-"""What methods on the sharded host have in common: formats, levels, a layout, and the plan that follows from them."""
+"""The base of methods on the sharded host: formats, levels, a layout, and the plan that follows from them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from thinwire.table import Row
 
 
 def as_differences(codec: Codec) -> bool:
-    """Whether weights in this codec travel as differences from what is there: all but those in a float's own type."""
+    """Whether weights with this codec travel as differences: with all codecs except casts to a float type."""
     return not isinstance(codec, Identity | Cast)
 
 
 class ShardedMethod(Method, ABC):
     """A choice of codecs for matrices and for vectors, and of the groups of ranks over which tensors are cut.
 
-    By default weights are whole on every rank, gradients are summed there until the last backward of a step, and their
-    mean, the masters and the optimizer's state are cut over all ranks. A subclass has a `name` and gives `matrix` and
-    `vector`; `thinwire.zero` runs it.
+    By default weights are whole on every rank, and gradients are summed there until a step's last backward. Their mean,
+    the masters and the optimizer state are cut over all ranks. A subclass has a `name`, `matrix` and `vector`;
+    `thinwire.zero` runs it.
     """
 
     name: ClassVar[str]
@@ -51,11 +51,14 @@ class ShardedMethod(Method, ABC):
     secondary: ClassVar[bool] = True
 
     def gradient_memory(self, numels: Sequence[int]) -> GradientMemory | None:
-        """What is remembered of reductions, besides error feedback; by elements of a piece of each parameter."""
+        """Further state of the reductions besides error feedback, or None.
+
+        numels: elements of a piece of each parameter.
+        """
         return None
 
     def memory_bytes(self, layout: BucketLayout) -> int:
-        """Bytes that a rank remembers of a layout's reductions."""
+        """Bytes of state that a rank keeps for a layout's reductions."""
         num_pieces = sum(map(math.prod, layout.lossy_pieces.values()))
         if layout.wire.feedback:
             return 4 * num_pieces * layout.shard_numel
@@ -79,7 +82,10 @@ class ShardedMethod(Method, ABC):
         return (*self.matrix().codecs, *self.vector().codecs)
 
     def levels(self, topology: Topology) -> Levels:
-        """Over which ranks weights and gradients are cut; raises ConfigError where that does not fit the grid."""
+        """The groups of ranks over which weights and gradients are cut.
+
+        Raises ConfigError if they do not fit the grid.
+        """
         return Levels(topology, 1, topology.world_size)
 
     def not_compiled(self, topology: Topology) -> str:
@@ -94,11 +100,11 @@ class ShardedMethod(Method, ABC):
         group_of: Callable[[str], int],
         bucket_numel: int | None,
     ) -> tuple[Unit, ...]:
-        """Where the parameters of `trained` lie; see `layout.buckets.lay_out`."""
+        """The layout of the parameters `trained`; see `layout.buckets.lay_out`."""
         return lay_out(trained.items(), self, groups, lambda name: (group_of(name), None), bucket_numel)
 
     def describe(self, levels: Levels, units: Sequence[Unit]) -> list[Row]:
-        """Rows of (asked for, in effect, why), of a group of more than one rank."""
+        """Rows of (asked for, in effect, why), for a group of more than one rank."""
         return describe_formats(self, levels.topology)
 
     def cuts(self, model: nn.Module, topology: Topology, names: Collection[str]) -> Cuts:
@@ -108,7 +114,7 @@ class ShardedMethod(Method, ABC):
         return cut_by((layout for unit in units for layout in unit.layouts), names)
 
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
-        """4 N/s1 of weights, gradients, 12 N/P of masters and moments, and whole units in passing."""
+        """4 N/s1 bytes of weights, gradients, 12 N/P of masters and moments, and the whole units that pass through."""
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         levels = self.levels(topology)
         units = self.units(model, trained, [levels], lambda _: 0, None)
@@ -135,7 +141,7 @@ class ShardedMethod(Method, ABC):
         )
 
     def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
-        """Weights leave bucket by bucket for the forward, gradients after each bucket's backward."""
+        """Weights are sent bucket by bucket for the forward, gradients after each bucket's backward."""
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
         levels = self.levels(topology)
         units = self.units(model, trained, [levels], lambda _: 0, None)
@@ -153,7 +159,7 @@ class ShardedMethod(Method, ABC):
 
 
 def exchanges_of(layout: BucketLayout, unit: int, num_gathers: int, micro_batches: int) -> Iterator[PlannedExchange]:
-    """What a layout sends, as `BucketLayout.sent` has it, and what is packed for it."""
+    """The messages of a layout, as in `BucketLayout.sent`, with the bytes that are packed for them."""
     grid, wire = layout.levels.topology, layout.wire
     peers = {"inter": grid.num_nodes - 1, "intra": grid.local_size - 1}
     sums = {"inter": wire.inter, "intra": wire.intra}
@@ -187,7 +193,7 @@ def exchanges_of(layout: BucketLayout, unit: int, num_gathers: int, micro_batche
 
 
 def cut_by(layouts: Iterable[BucketLayout], names: Collection[str]) -> Cuts:
-    """By parameter, its shape and the elements [first, last) whose masters each rank has; see `Method.cuts`."""
+    """For each parameter, its shape and the elements [first, last) whose masters each rank has; see `Method.cuts`."""
     found: Cuts = {}
     for layout in layouts:
         for span in (span for span in layout.spans if span.name in names):

@@ -1,4 +1,4 @@
-"""Sums over ranks that have pieces of matrices, for an optimizer: who sends which rows to whom, and the bytes."""
+"""Sums over ranks that have pieces of matrices, for an optimizer: which rows travel where, and the bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Groups = Mapping[str, Mapping[str, Any]]
 
 
 class SumLeg(NamedTuple):
-    """Rows [first, last) of a sum, numbered among those of its round, on their way to a rank that wants them."""
+    """Rows [first, last) of a sum, numbered within its round, and the rank that they are sent to."""
 
     number: int
     sender: int
@@ -34,7 +34,10 @@ class SumLeg(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Sums that are taken together, by (parameter, sum), over the ranks of `grid`: one message a pair of ranks."""
+    """Sums that are taken together, by (parameter, sum), over the ranks of `grid`.
+
+    One message for each pair of ranks.
+    """
 
     sums: Mapping[tuple[str, str], Sum]
     grid: Topology
@@ -46,7 +49,7 @@ class Round:
 
     @cached_property
     def _messages(self) -> dict[tuple[int, int], dict[SumLeg, PacketSection]]:
-        """By (sender, receiver): the rows that one adds to and the other wants, and their places in the message."""
+        """For each (sender, receiver): the rows that one adds to and the other wants, and their place in the packet."""
         found: dict[tuple[int, int], list[SumLeg]] = {}
         for number, summed in enumerate(self.sums.values()):
             wanted = [(rank, *span) for rank, span in enumerate(summed.wants) if span[0] < span[1]]
@@ -68,11 +71,11 @@ class Round:
 
     @property
     def travelling(self) -> set[str]:
-        """The parameters of whose sums something travels."""
+        """The parameters whose sums need messages."""
         return {self._keys[leg.number][0] for legs in self._messages.values() for leg in legs}
 
     def sent_bytes(self, rank: int) -> dict[str, int]:
-        """Payload that a rank sends, by level."""
+        """Payload bytes that a rank sends, by level."""
         sent = {"intra": 0, "inter": 0}
         for (sender, receiver), sections in self._messages.items():
             if sender == rank:
@@ -83,9 +86,9 @@ class Round:
     def take(
         self, link: Link, partials: Mapping[tuple[str, str], Tensor], seed: int, device: torch.device
     ) -> Rounds[dict[tuple[str, str], Tensor]]:
-        """The totals that this rank wants, fp32 [rows, width]: its own rows first, then those of others in rank order.
+        """The totals that this rank wants, fp32 [rows, width]: its own terms first, then those of others in rank order.
 
-        partials: what this rank adds, fp32 [rows, width]; of sums that are not there it adds zeros.
+        partials: this rank's terms, fp32 [rows, width]; a sum without an entry gets zeros.
         """
         rank = link.rank
         totals = {
@@ -109,7 +112,7 @@ class Round:
     def _travel(
         self, link: Link, partials: Mapping[tuple[str, str], Tensor], seed: int, device: torch.device
     ) -> Rounds[dict[SumLeg, Tensor]]:
-        """Send rows to those who want them; what has arrived here, flat, fp32."""
+        """Send rows to the ranks that want them. Return the received rows, flat, fp32."""
         rank, grid = link.rank, self.grid
         arrived: dict[SumLeg, Tensor] = {}
         for level, num_partners in (("intra", grid.local_size), ("inter", grid.num_nodes)):
@@ -145,7 +148,7 @@ class Round:
         return derive_seed(seed, number, sender, sender if is_alike else receiver)
 
     def _as_sent(self, key: tuple[str, str], values: Tensor, rank: int, seed: int) -> Tensor:
-        """A rank's own rows: exact, or as the others decode them where all are to be alike."""
+        """A rank's own rows: exact, or as the others decode them if all ranks must get the same."""
         summed = self.sums[key]
         if not summed.alike or summed.codec.traits.lossless or sum(last > first for first, last in summed.wants) < 2:
             return values
@@ -172,19 +175,19 @@ def rounds_of(optimizer: SummingOptimizer, parts: Mapping[str, Part], grid: Topo
 
 
 def parts_of(cuts: Cuts, rank: int, groups: Groups) -> dict[str, Part]:
-    """What a rank has of each parameter. groups: the optimizer's group of each."""
+    """A rank's part of each parameter. groups: the optimizer's group of each parameter."""
     return {name: Part(name, shape, tuple(spans), rank, groups[name]) for name, (shape, spans) in cuts.items()}
 
 
 def sent_by_rounds(rounds: Sequence[Round], rank: int) -> int:
-    """Payload that a rank sends in all of them."""
+    """Payload bytes that a rank sends in all of them."""
     return sum(sum(each.sent_bytes(rank).values()) for each in rounds)
 
 
 def planned_with(
     plan: MethodPlan, optimizer: SummingOptimizer, cuts: Cuts, groups: Groups, grid: Topology
 ) -> MethodPlan:
-    """A plan, made for AdamW, with this optimizer's state and sums: of the rank that has or sends the most.
+    """A plan made for AdamW, with this optimizer's state and sums instead: those of the rank with the most.
 
     cuts, groups: of the parameters whose updates look across their elements.
     """

@@ -1,7 +1,7 @@
-"""What DGC and 1-bit Adam share: all gradients of a step at once, clipped by rank, averaged by node, cut in slices.
+"""Shared by DGC and 1-bit Adam: all gradients of a step at once, clipped by rank, averaged by node, cut into slices.
 
-Inside a node gradients are summed in fp32, and local rank i keeps slice i of every parameter: what a method remembers
-is held once a node, in local_size parts. What crosses between nodes is the method's own.
+Inside a node gradients are summed in fp32, and local rank i keeps slice i of every parameter. A method's state exists
+once per node, in local_size parts. Each method defines what crosses between nodes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WholeStep(Reduction):
 
     @abstractmethod
     def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
-        """Say which optimizer takes the steps."""
+        """Set the optimizer that takes the steps."""
 
     @abstractmethod
     def reduce(self, link: Link, grads: dict[str, Tensor], step: Step) -> Rounds[None]:
@@ -75,10 +75,10 @@ class WholeStep(Reduction):
 
     @abstractmethod
     def compress(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Compressed]:
-        """What comes out for the compressed parameters."""
+        """The results for the compressed parameters."""
 
     def unit(self) -> int:
-        """Slices are multiples of so many elements."""
+        """Slices are multiples of this many elements."""
         return 1
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
@@ -89,7 +89,10 @@ class WholeStep(Reduction):
             yield from self.reduce(link, grads, step)
 
     def local_scale(self, grads: Mapping[str, Tensor]) -> float:
-        """What clipping multiplies this rank's gradient by; 1 for one that is not finite, which shows as it is."""
+        """The factor by which this rank's gradient is clipped.
+
+        1 for a gradient that is not finite, which must stay visible.
+        """
         if not self.clip:
             return 1.0
         norm, limit = float(nn.utils.get_total_norm(list(grads.values()))), self.clip * self.grid.world_size**0.5
@@ -133,11 +136,11 @@ class WholeStep(Reduction):
         return F.pad(own, (0, length - own.numel()))
 
     def slice_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
-        """The shape of what is kept of a compressed parameter: its slice, flat."""
+        """The shape of the state for a compressed parameter: its slice, flat."""
         return torch.Size([self.slice_length(shape)]) if is_compressed(shape) else None
 
     def slice_spans(self, name: str, shape: torch.Size) -> Iterator[KeptSpan]:
-        """Spans of what is kept once a node, this local rank's slice, or whole and the same on every rank."""
+        """Spans of state that exists once per node: this local rank's slice, or whole and the same on every rank."""
         ranks, nodes = self.grid.world_size, self.grid.num_nodes
         if not is_compressed(shape):
             yield KeptSpan(0, 0, shape.numel(), ranks, ranks)
@@ -174,6 +177,6 @@ def is_compressed(shape: torch.Size) -> bool:
 
 
 def check_clip(name: str, clip: float) -> None:
-    """Raises ConfigError for a norm that nothing can be clipped to."""
+    """Raise ConfigError for a clip below 0."""
     if not 0 <= clip < float("inf"):
         raise ConfigError(f"clip {clip} of {name}: must be at least 0, which is no clipping; nearest: 0")

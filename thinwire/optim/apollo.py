@@ -37,26 +37,26 @@ class Apollo(SummingOptimizer):
         U <- U min(1, limit N / |U|)       N = |U| of the step before
         X <- (1 - lr decay) (X - sqrt(scale) lr U)
 
-    so that its state is 2 n r numbers, in place of AdamW's 2 m n. The limit stands for clipping; an update below a
+    so that its state is 2 n r numbers, in place of AdamW's 2 m n. The limit replaces clipping. An update below a
     hundredth of N leaves N as it is, and N never becomes 0. All other tensors take AdamW's step, with the same lr.
 
-    Where a host cuts tensors, P is drawn from (seed, name, period) on every rank. What a piece adds to channels of
-    which other ranks have elements too travels, in `codec`, to the ranks that have the moments of these channels, each
-    of which lies once; scales come back in fp32, and each rank sends a number for each matrix.
+    Under a host that cuts tensors, every rank draws P from (seed, name, period). One rank owns the moments of each
+    channel. The other ranks with elements of the channel send it what their pieces add, in `codec`; it sends scales
+    back in fp32, and each rank sends one number for each matrix.
 
     Args:
-        params: named, such as `model.named_parameters()`, or groups of named ones.
-        matrices: a regular expression; parameters of two dimensions are projected in whose names it is found.
+        params: named parameters, such as `model.named_parameters()`, or groups of them.
+        matrices: a regular expression; projects the parameters of two dimensions whose names contain a match.
         rank: r; None: a quarter of m.
         scale: its root multiplies the updates; about m / r makes them as large as AdamW's.
-        channels: "larger": along the larger dimension; "rows": always rows, with r and scale to match the columns;
-            where ranks have whole rows then, nothing but norms is summed.
+        channels: "larger": along the larger dimension; "rows": always rows, with r and scale in relation to the number
+            of columns. If ranks have whole rows then, only norms are summed over ranks.
         limit: 1 or more; None: none.
 
     State of a matrix: `step`, `norm` (N), `exp_avg_projected`, `exp_avg_sq_projected`, fp32 [channels, r]; of another
     tensor AdamW's.
 
-    Raises ConfigError where no matrix is found, for r above m, and for values out of range.
+    Raises ConfigError if `matrices` matches no matrix, for r above m, and for values out of range.
     Source: Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance" (MLSys 2025), algorithm 1; the limit: Chen et
     al., "Fira" (2024).
     """
@@ -141,15 +141,18 @@ class Apollo(SummingOptimizer):
         return Part(self._names[param], param.shape, ((0, param.numel()),), 0, group)
 
     def name_of(self, param: Tensor) -> str:
-        """The name by which its projections are drawn."""
+        """The name by which the parameter's projections are drawn."""
         return self._names[param]
 
     def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether it is a matrix that was chosen by its name."""
+        """Whether the parameter is a matrix that `matrices` has matched."""
         return param in self._names
 
     def sums(self, parts: Mapping[str, Part]) -> dict[str, Sequence[dict[str, Sum]]]:
-        """Projections to those who have the channels; then scales to those who have elements of them, and norms."""
+        """First the projections, sent to the owners of channels.
+
+        Then scales, sent to ranks with their elements, and norms.
+        """
         found: dict[str, Sequence[dict[str, Sum]]] = {}
         for name, part in parts.items():
             cut = Projection.of(part)
@@ -164,7 +167,10 @@ class Apollo(SummingOptimizer):
         return found
 
     def num_kept(self, part: Part) -> int:
-        """Both moments of the channels here, and two numbers; nothing where the rank has no element."""
+        """Both moments of the channels that this rank owns, and two numbers.
+
+        0 if the rank has no element of the matrix.
+        """
         cut, (start, stop) = Projection.of(part), part.own
         first, last = cut.owned(part.rank)
         return 2 * (last - first) * cut.rank + 2 if start < stop else 0
@@ -173,7 +179,7 @@ class Apollo(SummingOptimizer):
         return {"step": 0, "norm": 0.0} | {kind: torch.empty(1) for kind in MOMENTS}
 
     def records(self, param: Tensor) -> dict[str, Record]:
-        """The moments of the channels that lie here, a row each."""
+        """The moments of the channels that this rank owns, a row each."""
         if (part := self.part_of(param)) is None:
             return {}
         cut = Projection.of(part)
@@ -245,7 +251,7 @@ class ApolloMini(Apollo):
 
 @dataclass(frozen=True)
 class Projection:
-    """How a matrix of [rows, columns] is projected, and which ranks have what of its channels.
+    """How a matrix of [rows, columns] is projected, and which ranks hold and own its channels.
 
     by_rows: channels are rows, and columns are compressed; else the other way round. rank: r. spans: see Part.
     """
@@ -258,7 +264,7 @@ class Projection:
 
     @classmethod
     def of(cls, part: Part) -> Projection:
-        """That of a parameter, by the options of its group."""
+        """The projection of a parameter, from the options of its group."""
         rows, columns = part.shape
         by_rows = rows >= columns or part.options["channels"] == ROWS
         rank = part.options["rank"]
@@ -266,23 +272,23 @@ class Projection:
 
     @property
     def num_channels(self) -> int:
-        """n."""
+        """Number of channels, n."""
         return self.rows if self.by_rows else self.columns
 
     @property
     def depth(self) -> int:
-        """Elements of a channel: m."""
+        """Elements of a channel, m."""
         return self.columns if self.by_rows else self.rows
 
     def touched(self, rank: int) -> Span:
-        """The channels of which a rank has elements; of columns all, if it has any element."""
+        """The channels of which a rank has elements; where channels are columns: all, if it has any element."""
         first, last = self.spans[rank]
         if first == last:
             return 0, 0
         return (first // self.columns, -(-last // self.columns)) if self.by_rows else (0, self.columns)
 
     def owned(self, rank: int) -> Span:
-        """The channels whose moments a rank has: rows that begin in it, or its equal part of the columns."""
+        """The channels whose moments a rank owns: rows that begin in its piece, or its equal part of the columns."""
         first, last = self.spans[rank]
         if first == last:
             return 0, 0
@@ -293,7 +299,7 @@ class Projection:
         return self.columns * number // count, self.columns * (number + 1) // count
 
     def project(self, grad: Tensor, part: Part, seed: int) -> tuple[Tensor, Tensor]:
-        """A piece's part of R^T, fp32 [touched, r], and of the sum of squares of each channel, fp32 [touched, 1]."""
+        """What a piece adds to R^T, fp32 [touched, r], and to the sum of squares of each channel, fp32 [touched, 1]."""
         start, stop = self.touched(part.rank)
         projected, squares = grad.new_zeros(stop - start, self.rank), grad.new_zeros(stop - start, 1)
         for top, left, block in self._blocks(grad, part):
@@ -306,7 +312,7 @@ class Projection:
         return projected, squares
 
     def move(self, param: Tensor, grad: Tensor, part: Part, scales: Tensor, factor: float) -> None:
-        """param += factor G diag(s), of a piece; scales: fp32 [touched, 1], or a single one."""
+        """param += factor G diag(s), for a piece. scales: fp32 [touched, 1], or a single one."""
         start, _ = self.touched(part.rank)
         for (top, left, into), (_, _, block) in zip(
             self._blocks(param.view(-1), part), self._blocks(grad.reshape(-1), part), strict=True

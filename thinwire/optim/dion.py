@@ -22,10 +22,13 @@ SEED = 0
 
 
 class Beyond(Protocol):
-    """Ranks of a further axis, which have parts of what the ranks that sum have whole; methods are collectives."""
+    """Ranks of a further axis, such as tensor: each has a part of what the summing ranks have whole.
+
+    Methods are collectives.
+    """
 
     def basis(self, name: str, x: Tensor) -> Tensor:
-        """Of rows [rows, r] of a matrix of the parameter `name`, or terms of them: the same rows of a basis."""
+        """The same rows of an orthonormal basis, from rows x [rows, r], or terms of them, of a matrix of `name`."""
         ...
 
     def total(self, name: str, x: Tensor) -> Tensor:
@@ -33,11 +36,11 @@ class Beyond(Protocol):
         ...
 
     def lengths(self, name: str, x: Tensor) -> Tensor:
-        """The 2-norms [r] of the rows of such a sum, of which a rank may have a part of the columns."""
+        """The 2-norms [r] of the rows of such a sum, whose columns may be divided over ranks."""
         ...
 
     def first_column(self, name: str, columns: int) -> int:
-        """The first of this rank's columns of the whole parameter."""
+        """The number of this rank's first column in the whole parameter."""
         ...
 
 
@@ -63,9 +66,9 @@ def basis_of(x: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """The elements that a piece has of one matrix, of `columns`: the end of a row, whole rows, the start of one.
+    """A piece's elements of one matrix of `columns` columns: the end of a row, whole rows, the start of a row.
 
-    own: the elements in the flat piece. before: elements of the first row that others hold.
+    own: the elements in the flat piece. before: elements of the first row that other ranks hold.
     """
 
     own: slice
@@ -73,7 +76,10 @@ class Block(NamedTuple):
     columns: int
 
     def rows(self, flat: Tensor) -> Tensor:
-        """As whole rows [rows, columns], with zeros for what others hold; a view where they hold nothing."""
+        """The elements as whole rows [rows, columns], with zeros for what other ranks hold.
+
+        A view if they hold nothing.
+        """
         own = flat[self.own]
         after = -(self.before + len(own)) % self.columns
         return (pad(own, (self.before, after)) if self.before or after else own).view(-1, self.columns)
@@ -133,7 +139,7 @@ class DionOptimizer(MatrixOptimizer):
         super().__init__(params, lr, momentum, betas, eps, weight_decay, orthogonal=orthogonal, codec=codec)
 
     def sums(self, parts: Mapping[str, Part]) -> dict[str, Sequence[dict[str, Sum]]]:
-        """Rows of B Q to the owner, P back; then the terms of R to the owner, and R back."""
+        """First the rows of B Q go to the matrix's owner, which sends P back; then the terms of R, and R comes back."""
         found: dict[str, Sequence[dict[str, Sum]]] = {name: ({}, {}, {}, {}) for name in parts}
         for name, key, pieces, owner in matrices_of(parts):
             (rows, columns), rank, number = parts[name].shape[-2:], self._rank(parts[name]), len(pieces)
@@ -151,7 +157,7 @@ class DionOptimizer(MatrixOptimizer):
         return min(self.rank, *self.shapes.get(part.name, part.shape)[-2:])
 
     def num_kept(self, part: Part) -> int:
-        """The momentum of each element, and the factors of each matrix that the rank touches."""
+        """The momentum of each element, and the factors of each matrix of which the rank has elements."""
         first, last = _touched(part)
         return part.own[1] - part.own[0] + (last - first) * part.shape[-1] * self._rank(part)
 
@@ -159,7 +165,7 @@ class DionOptimizer(MatrixOptimizer):
         return {"momentum": torch.empty(1), FACTOR: torch.empty(1)}
 
     def records(self, param: Tensor) -> dict[str, Record]:
-        """The factors of the matrices that a piece touches."""
+        """The factors of the matrices of which a piece has elements."""
         if (part := self.part_of(param)) is None:
             return {}
         first, last = _touched(part)

@@ -47,14 +47,14 @@ class MatrixOptimizer(SummingOptimizer):
             check_adamw(self.title, group, ("momentum", momentum, is_good, "at least 0 and below 1; the usual: 0.95"))
 
     def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether it is a matrix, or a stack of them, of a group whose updates are orthogonal."""
+        """Whether the parameter is a matrix, or a stack of them, in a group with orthogonal updates."""
         return group["orthogonal"] and param.dim() in (2, 3)
 
 
 def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[Span, ...], int]]:
-    """(parameter, number of a matrix in it, the elements that each rank has of it, the rank that owns it).
+    """(parameter, number of a matrix in it, the elements that each rank has of the matrix, the rank that owns it).
 
-    The owner holds most of it; of several the one with the least work so far.
+    The owner is the rank that holds most of the matrix, of equals the one with the least work so far.
     """
     work = [0] * max((len(part.spans) for part in parts.values()), default=0)
     for name, part in parts.items():
@@ -67,12 +67,12 @@ def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[Spa
 
 
 def on_one(owner: int, num_ranks: int, length: int) -> tuple[Span, ...]:
-    """Rows of which one rank has all."""
+    """For each rank, its span of rows all of which `owner` has."""
     return tuple((0, length) if rank == owner else (0, 0) for rank in range(num_ranks))
 
 
 def pieces_of(part: Part) -> dict[str, tuple[Span, ...]]:
-    """Of each matrix of a stack, by its number, the elements that each rank holds."""
+    """For each matrix of a stack, by its number: the elements that each rank holds."""
     size, found = part.shape[-2:].numel(), dict[str, tuple[Span, ...]]()
     for number in range(part.shape.numel() // size if size else 0):
         inside = [(first - number * size, last - number * size) for first, last in part.spans]

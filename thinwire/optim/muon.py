@@ -45,7 +45,7 @@ class Muon(MatrixOptimizer):
     orthogonalise: Callable[[str, Tensor], Tensor] = staticmethod(lambda name, x: orthogonalised(x))
 
     def sums(self, parts: Mapping[str, Part]) -> dict[str, Sequence[dict[str, Sum]]]:
-        """To the rank that holds most of a matrix, the one with the least work of several, and from it back."""
+        """Pieces go to the matrix's owner, and back: the rank with most of it, of equals the one with least work."""
         found: dict[str, Sequence[dict[str, Sum]]] = {name: ({}, {}) for name in parts}
         for name, key, pieces, owner in matrices_of(parts):
             there, back = found[name]

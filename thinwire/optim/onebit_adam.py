@@ -1,4 +1,4 @@
-"""AdamW with a variance that can be frozen; from then on, the gradient is taken as the momentum."""
+"""AdamW whose variance can be frozen; from then on, it uses the gradient as the momentum."""
 
 from __future__ import annotations
 

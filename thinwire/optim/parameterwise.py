@@ -14,7 +14,7 @@ from thinwire.errors import ConfigError
 
 
 class Parameterwise(torch.optim.Optimizer):
-    """An optimizer whose step is `_update` of every parameter that has a gradient.
+    """An optimizer whose step calls `_update` for every parameter that has a gradient.
 
     needs_whole_tensors: whether the update of one element depends on others of its tensor.
     """
@@ -50,7 +50,12 @@ ADAMW_KINDS = {"step": 0, "exp_avg": torch.empty(1), "exp_avg_sq": torch.empty(1
 
 
 def adamw(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-    """AdamW's step in place, by the group's lr, betas, eps and weight_decay; `state` is filled where it is empty."""
+    """AdamW's step in place, by the group's lr, betas, eps and weight_decay.
+
+    Args:
+        state: `step`, `exp_avg` and `exp_avg_sq` of the parameter; an empty one is filled.
+        param, grad: of one shape.
+    """
     beta1, beta2 = group["betas"]
     if not state:
         state |= {"step": 0, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}

@@ -8,9 +8,11 @@ import torch
 
 
 class Rewarming:
-    """Multiplies the learning rate of the next n steps by 1/(n + 1), 2/(n + 1), ... n/(n + 1), whatever it is set to.
+    """Multiplies the learning rate of the next n steps by 1/(n + 1), 2/(n + 1), ...
 
-    For an island that joins others: the moments of its optimizer are still empty.
+    N/(n + 1), whatever the schedule sets.
+
+    For an island that joins others: its optimizer's moments are still empty.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:

@@ -8,7 +8,10 @@ FINAL_SHARE = 0.1
 
 
 def lr_at(step: int, *, peak: float, num_warmup_steps: int, num_steps: int) -> float:
-    """Linear from 0 to `peak` over the warm-up, then half a cosine down to a tenth of it; steps count from 1."""
+    """The learning rate of a step: linear from 0 to `peak` in the warm-up, then half a cosine to a tenth of it.
+
+    Steps count from 1.
+    """
     if step <= num_warmup_steps:
         return peak * step / num_warmup_steps
     progress = min(1.0, (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps))

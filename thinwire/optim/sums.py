@@ -1,4 +1,4 @@
-"""Optimizers that look across the elements of a matrix: they step pieces of it, and sum over ranks what they must."""
+"""Optimizers whose updates need whole matrices: they step pieces of a matrix, and sum partial results over ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Sum:
     """A sum over ranks, of rows of `width` numbers.
 
     Args:
-        adds: the rows to which each rank adds; of other rows it knows nothing.
-        wants: the rows whose totals each rank is sent.
-        codec: what travels is in it; a rank's own numbers are exact.
-        alike: all that want a row are sent the same bits, and who adds it, alone, takes it as it was sent.
+        adds: for each rank, the rows to which it adds; it has no numbers for other rows.
+        wants: for each rank, the rows whose totals it receives.
+        codec: of what travels; a rank's own numbers stay exact.
+        alike: all ranks that want a row get the same bits; a rank that alone adds to it takes it as decoded, too.
     """
 
     width: int
@@ -43,8 +43,8 @@ class Sum:
 class Part(NamedTuple):
     """What the rank numbered `rank` has of a parameter `name` of this shape.
 
-    spans: the elements [first, last) of each rank, of the flat whole. options: of the parameter's group, of which only
-    those count that never change.
+    spans: for each rank, its elements [first, last) of the flat whole. options: those of the parameter's group; only
+    options that never change may be used.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Part(NamedTuple):
 
     @property
     def own(self) -> Span:
-        """The elements of this rank."""
+        """This rank's elements."""
         return self.spans[self.rank]
 
 
 class Record(NamedTuple):
-    """State with no entry for each element: `shape` here, elements [offset, ...) of `numel` of all ranks together."""
+    """State without an entry for each element: `shape` here, elements [offset, ...) of `numel` on all ranks."""
 
     shape: torch.Size
     numel: int
@@ -72,9 +72,9 @@ class Shards:
     """What a host gives an optimizer that steps pieces.
 
     Args:
-        parts: what each piece is a part of.
-        total: (number of the round, what this rank adds, by parameter) -> the totals it wants; a collective. By default
-            nothing is cut.
+        parts: for each piece, what it is a part of.
+        total: (number of the round, what this rank adds, by parameter) -> the totals that this rank wants; a
+            collective. By default nothing is cut.
     """
 
     parts: Mapping[Tensor, Part]
@@ -82,14 +82,14 @@ class Shards:
 
 
 class SummingOptimizer(Parameterwise):
-    """An optimizer whose update of a matrix yields what this rank's piece adds to sums, and is sent totals.
+    """An optimizer of pieces of matrices: each rank adds partial results to sums, and gets the totals it needs.
 
-    `_across` is a generator, `totals = yield partials`, once for each of `num_rounds` rounds; all matrices take a round
-    together, in one message a pair of ranks. Where one rank has the whole, totals are partials. `sums` says what is
-    summed, from which the bytes follow before anything runs. Other tensors take AdamW's step, with the group's `betas`,
-    `eps` and `weight_decay`.
+    `_across` is a generator, `totals = yield partials`, once for each of `num_rounds` rounds. All matrices take a round
+    together, with one message for each pair of ranks. Where one rank has the whole matrix, totals are partials. `sums`
+    describes what is summed, so that the bytes are known before anything runs. Other tensors take AdamW's step, with
+    the group's `betas`, `eps` and `weight_decay`.
 
-    title: what messages call it. operation: what the meter calls the sums. codec: of those that may be lossy.
+    operation: what the meter calls the sums. codec: of the sums that may lose digits.
     """
 
     needs_whole_tensors = True
@@ -110,11 +110,11 @@ class SummingOptimizer(Parameterwise):
 
     @abstractmethod
     def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether the update of a whole parameter of this group looks across its elements."""
+        """Whether the update of a whole parameter of this group depends on several of its elements together."""
 
     @abstractmethod
     def sums(self, parts: Mapping[str, Part]) -> dict[str, Sequence[dict[str, Sum]]]:
-        """The sums of these parameters, by name, round and name of the sum; the same on all ranks."""
+        """The sums of these parameters, by parameter, round and name of the sum; the same on all ranks."""
 
     @abstractmethod
     def _across(self, param: Tensor, grad: Tensor, part: Part, group: dict[str, Any]) -> Update:
@@ -122,27 +122,27 @@ class SummingOptimizer(Parameterwise):
 
     @abstractmethod
     def num_kept(self, part: Part) -> int:
-        """Numbers in the state of such a piece."""
+        """How many numbers the state of such a piece holds."""
 
     @abstractmethod
     def _kinds(self) -> dict[str, Any]:
         """See `kinds`, of what looks across."""
 
     def records(self, param: Tensor) -> dict[str, Record]:
-        """Where the kinds of state lie that have no entry for each element of a piece."""
+        """For the kinds of state without an entry for each element of a piece: where they lie."""
         return {}
 
     def name_of(self, param: Tensor) -> str:
-        """The name of a whole parameter, if names matter."""
+        """The name of a whole parameter, if the optimizer uses names."""
         return ""
 
     @property
     def matrices(self) -> list[Tensor]:
-        """The parameters whose updates look across their elements, or pieces of them."""
+        """The parameters, or pieces of them, whose updates need their whole matrix."""
         return [p for group in self.param_groups for p in group["params"] if self._part(p, group) is not None]
 
     def part_of(self, param: Tensor) -> Part | None:
-        """What a parameter of the optimizer is a part of; None for those that do not look across."""
+        """What a parameter of this optimizer is a part of; None if its update needs no other elements."""
         found = (group for group in self.param_groups if any(p is param for p in group["params"]))
         return self._part(param, next(found, {}))
 
@@ -151,7 +151,7 @@ class SummingOptimizer(Parameterwise):
         return self._kinds() if self.part_of(param) is not None else dict(ADAMW_KINDS)
 
     def join(self, shards: Shards) -> None:
-        """Step pieces from now on. Of what is remembered of whole matrices, a rank keeps its own."""
+        """Step pieces from now on. Of the state of whole matrices, a rank keeps its own part."""
         self.shards = shards
         for param in shards.parts:
             for kind, record in self.records(param).items():
@@ -199,7 +199,7 @@ def _resume(update: Update, totals: Values) -> Values:
 
 
 def codec_of_sums(optimizer: str, text: str) -> Codec:
-    """The codec that is written so. Raises ConfigError for one that can't be read, or is of variable length."""
+    """The codec of this text. Raises ConfigError for text that is no codec, or for a codec of variable length."""
     codec = read(text)
     if codec.has_variable_length:
         raise ConfigError(f"{optimizer} codec {text}: its packets differ in length; leave zstd out")

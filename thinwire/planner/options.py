@@ -38,7 +38,8 @@ class ExplainConfig:
     model: str = "demo"
     """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR, whose weights are not read."""
     optimizer: str = "adamw"
-    """Whose state and messages are counted, as for `thinwire train`; any but adamw on the data axis alone."""
+    """Optimizer whose state and messages are counted, as for `thinwire train`; others than adamw only on
+    the data axis."""
     mesh: str | None = None
     """Axes of the ranks, such as data=2,tensor=2, as for `thinwire train`; by default all ranks are the data axis."""
     stages: str | None = None
@@ -70,7 +71,7 @@ class ExplainConfig:
     """Budget of each rank, such as 2gb, as for `thinwire train`: of a single strategy, where all lies, in memory or on
     a disk, and what a step moves."""
     disk_rate: str | None = None
-    """Rate of each rank's disk, such as 500MB/s, with --memory; says the disk's seconds."""
+    """Rate of each rank's disk, such as 500MB/s, with --memory; adds the disk's seconds."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
     @property

@@ -47,8 +47,8 @@ class PlanConfig:
     out: str = "plan.toml"
     """File to write; the prediction goes beside it, with the ending .json."""
     verify: int = 0
-    """Race so many of the fastest ways in the lab, on links of the measured rates, print predicted beside measured, and
-    write the one that was fastest. 0: nothing is run."""
+    """How many of the fastest ways to race in the lab, on links of the measured rates; print predicted beside measured,
+    and write the fastest. 0: no race."""
     trace: str | None = None
     """File for the simulated step's timeline, which Perfetto shows, of a plan without stages."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)

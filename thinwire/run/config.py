@@ -39,13 +39,13 @@ class TrainConfig:
     stages: int | Literal["auto"] | None = None
     """Cut the model's layers over this many ranks, through which micro-batches pass: short for --mesh pipeline=N. The
     other ranks are replicas of the stages, by --strategy. auto: the ranks measure themselves and their links, and take
-    what a simulated step is fastest with."""
+    the number with the fastest simulated step."""
     tensor: int | None = None
     """Cut the matrices of each layer over this many ranks of one machine: short for --mesh tensor=N. Beside --stages
     each stage is cut so."""
     strategy: str = "sdp4bit"
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all. auto: the ranks
-    measure themselves and their links, and take what a simulated step is fastest with, stages of a pipeline too."""
+    measure themselves and their links, and take what has the fastest simulated step, pipelines included."""
     inner: str | None = None
     """Strategy inside each island, for diloco, streaming-diloco, local-sgd
     and sparseloco; by default ddp."""
@@ -56,7 +56,7 @@ class TrainConfig:
     strategy with islands makes each node an island; then the default on a single machine is 1."""
     order: tuple[int, ...] = ()
     """The rank in each place, such as 0 3 1 2, so that neighbours in a pipeline or ring have a fast link. Rank 0 stays
-    first. By default each in its own."""
+    first. By default rank i is in place i."""
     plan: str | None = None
     """plan.json of `thinwire plan`: the report holds its prediction against the run."""
     join: str | None = None
@@ -98,14 +98,14 @@ class TrainConfig:
     """Compute type; auto measures whether bf16 autocast is faster on this machine, and on a GPU takes bf16 where it has
     bf16 units. Weights and sums stay fp32."""
     loss: Literal["auto", "plain", "cut"] = "auto"
-    """plain: of the logits of a micro-batch; cut: of those of a few tokens at a time, in a small part of the memory.
+    """plain: compute all logits of a micro-batch; cut: those of a few tokens at a time, in a small part of the memory.
     auto takes cut where the logits are large."""
     teacher: str | None = None
     """For a mixture of experts: hf:DIR of another, such as the one that it was pruned from. The model's experts learn
     from its experts, and from the text."""
     teacher_weight: float | None = None
-    """Weight of what experts make otherwise than their teacher's; by default that at which both losses are equal before
-    the first step. At least 0."""
+    """Weight of the difference between the experts' outputs and their teacher's; by default the one at which both
+    losses are equal before the first step. At least 0."""
     compile: bool = False
     """Compile the model's layers with torch.compile."""
     seed: int = 0
@@ -138,11 +138,11 @@ class TrainConfig:
     track: tuple[str, ...] = ()
     """Also log to tensorboard, wandb or trackio."""
     memory: str | None = None
-    """Most memory of each worker, such as 2gb, which the kernel keeps (RLIMIT_DATA); what does not fit lies in --store.
+    """Most memory of each worker, such as 2gb, enforced by the kernel (RLIMIT_DATA); what does not fit lies in --store.
     By default the limit under which the command runs (ulimit -d), or none."""
     store: str | None = None
-    """Folder on a disk for what does not fit in --memory, or for all that can lie there where --memory is left out; by
-    default RUN_DIR/store."""
+    """Folder on a disk for what does not fit in --memory, or, without --memory, for all that can lie there; by default
+    RUN_DIR/store."""
     timeout: float = 300.0
     """Seconds after which a silent rank counts as lost, also during start-up and shutdown."""
     checked: bool = False

@@ -43,14 +43,14 @@ from thinwire.table import Row
 
 @dataclass(frozen=True)
 class TwoWay(DDPMethod):
-    """Every rank is the server of its slice of every gradient: it takes compressed pieces and gives a compressed sum.
+    """Every rank is the server of its slice of every gradient: it gets compressed pieces and sends a compressed sum.
 
     For the gradient g_i of rank i, and slice j, which rank j owns:
-        push    c_i = C(g_i + (lr_before/lr) e_i)                     e_i <- what C lost
-        pull    c   = C(sum_i c_i + (lr_before/lr) e)                 e   <- what C lost, on the slice's owner
-        g takes the value c / P
-    Inside a node gradients are summed in fp32 first, so that i counts nodes; where there is one node, it counts ranks.
-    A message that is ready travels while others are compressed, and the communication thread serves other jobs.
+        push    c_i = C(g_i + (lr_before/lr) e_i)                     e_i <- error of C
+        pull    c   = C(sum_i c_i + (lr_before/lr) e)                 e   <- error of C, on the slice's owner
+        g becomes c / P
+    Inside a node gradients are summed in fp32 first, so i counts nodes; with a single node, it counts ranks. A message
+    that is ready travels while others are compressed, and the communication thread runs other jobs.
 
     Raises ConfigError for a codec that is no contraction with error feedback, or not unbiased without.
     Source: Zhong, Xie, Zheng and Lin, "Compressed Communication for Distributed Training: Adaptive Methods and System"
@@ -64,12 +64,13 @@ class TwoWay(DDPMethod):
     """Codec of the gradients of matrices, such as topk1%/1024, randomk1%:bf16:biased (all ranks draw the same elements)
     or int4."""
     error_feedback: bool | None = None
-    """Keep what the codec loses, on the way there and back, and send it later; by default where the codec is not
-    unbiased, which can't do without."""
+    """Keep what the codec loses, in both directions, and send it later.
+
+    By default on, except with an unbiased codec."""
     min_bytes: int = 1_024_000
     """Tensors of fewer fp32 bytes, and vectors, travel in fp32; at least 0."""
     chunk_bytes: int = 4_096_000
-    """Cut large tensors, and put small ones together, into messages of about so many fp32 bytes; at least 65536."""
+    """Cut large tensors, and join small ones, into messages of about this many fp32 bytes; at least 65536."""
     threads: int = 2
     """Threads that compress, a message each; at least 1."""
     find_unused_parameters: bool = False
@@ -93,7 +94,7 @@ class TwoWay(DDPMethod):
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what C loses is kept."""
+        """Whether the codec's errors are kept."""
         return with_feedback(self, "codec", self.error_feedback)[1]
 
     @property
@@ -112,7 +113,7 @@ class TwoWay(DDPMethod):
 
 
 class TwoWayMean(Reduction):
-    """What it keeps, by piece: `worker`, e_i, and `server`, e of this rank's slice; and the last learning rates.
+    """State by piece: `worker`, e_i, and `server`, e of this rank's slice; and the last learning rates.
 
     Both errors are in units of the sum over ranks, in the shapes of Lost.
     """
@@ -198,7 +199,10 @@ class TwoWayMean(Reduction):
         return max(unit, self.method.chunk_bytes // FP32_BYTES // unit * unit)
 
     def _pieces(self, name: str, shape: torch.Size) -> Iterator[Span]:
-        """A parameter in pieces of at most about chunk_bytes, cut where slices and blocks end; none if it is dense."""
+        """A parameter in pieces of at most about chunk_bytes, cut at ends of slices and blocks.
+
+        Empty if it travels in fp32.
+        """
         if not self._is_compressed(shape):
             return
         most = self._piece_numel
@@ -210,7 +214,7 @@ class TwoWayMean(Reduction):
         return Layout.beside(pieces, self.grid.world_size, self._block)
 
     def _chunks(self, pieces: list[Span]) -> Iterator[Layout]:
-        """Messages of neighbours that make up about chunk_bytes."""
+        """Messages of neighbouring pieces that have about chunk_bytes together."""
         chunk: list[Span] = []
         for piece in pieces:
             if chunk and FP32_BYTES * sum(p.numel for p in [*chunk, piece]) > self.method.chunk_bytes:
@@ -221,14 +225,14 @@ class TwoWayMean(Reduction):
             yield self._beside(chunk)
 
     def _ratio(self, name: str, step: Step) -> float:
-        """lr of the last step over this one's, by which an error weighs more or less; 1 where either is not known."""
+        """lr of the last step divided by this step's, the factor of an error; 1 if either is unknown."""
         now, before = step.lrs.get(name, 0.0), self.last_lr.get(name)
         if now > 0:
             self.last_lr[name] = torch.tensor(now, dtype=torch.float64)
         return float(before) / now if before is not None and now > 0 else 1.0
 
     def _lost(self, chunk: Layout, ratios: dict[str, float]) -> Lost:
-        """The errors of a chunk's pieces side by side, worth what they are at this step's learning rate."""
+        """The errors of a chunk's pieces side by side, scaled to this step's learning rate."""
         lost = self._zeros(chunk)
         for piece, worker, server in self._by_piece(chunk, lost):
             for kept, place in ((self.worker, worker), (self.server, server)):
@@ -237,29 +241,29 @@ class TwoWayMean(Reduction):
         return lost
 
     def _zeros(self, chunk: Layout, device: torch.device = staging.CPU) -> Lost:
-        """No errors: of what a rank sends to nodes, or where there is one node to ranks, and of its slice's sum."""
+        """Zero errors: for what a rank sends to nodes (with one node, to ranks), and for its slice's sum."""
         lost = Lost.zeros(self.grid, chunk.width, device)
         return replace(lost, intra=None) if self.grid.num_nodes > 1 else lost
 
     def _by_piece(self, chunk: Layout, lost: Lost) -> Iterator[tuple[Span, Tensor, Tensor]]:
-        """Each piece with its part of what workers lost and of what the server lost, as views."""
+        """Each piece with its part of the workers' and of the server's errors, as views."""
         workers, servers = _worker_of(lost).split(chunk.lengths, dim=-1), _server_of(lost).split(chunk.lengths)
         yield from zip(chunk.spans, workers, servers, strict=True)
 
     def _add(self, kind: str, part_of: Callable[[Lost], Tensor], holders: int) -> Kept:
-        """Keep a part of the errors of each piece; holders: ranks that keep each element."""
+        """Keep a part of the errors of each piece. holders: number of ranks that keep each element."""
         shapes = {key: part_of(self._alone(piece)).shape for key, piece in self._kept.items()}
         spans_of = partial(self._spans, part_of, holders)
         return self.state.add(kind, Residual(), spans_of=spans_of, shapes=shapes, row="error feedback")
 
     def _alone(self, piece: Span) -> Lost:
-        """Errors of one piece, which take no memory."""
+        """Errors of one piece, without memory."""
         return self._zeros(self._beside([piece]), torch.device("meta"))
 
     def _spans(
         self, part_of: Callable[[Lost], Tensor], holders: int, key: str, shape: torch.Size
     ) -> Iterator[KeptSpan]:
-        """Where in the parameter one part of a piece's errors belongs, without what fills slices up."""
+        """The spans of the parameter to which one part of a piece's errors belongs, without the padding of slices."""
         piece = self._kept[key]
         lost = self._alone(piece)
         for tensor, start, place, length in lost.places(self.grid, self.place.rank):
@@ -296,14 +300,14 @@ class TwoWayMean(Reduction):
 
 
 def _worker_of(lost: Lost) -> Tensor:
-    """What is lost on the way to the owner."""
+    """The errors on the way to the owner."""
     worker = lost.inter if lost.inter is not None else lost.intra
     assert worker is not None
     return worker
 
 
 def _server_of(lost: Lost) -> Tensor:
-    """What the owner loses on the way back."""
+    """The owner's errors on the way back."""
     assert lost.gather is not None
     return lost.gather
 
@@ -314,5 +318,5 @@ def _key(piece: Span) -> str:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads of this process that pack and unpack; the kernels leave Python's lock alone."""
+    """Threads of this process that pack and unpack; the kernels release Python's lock."""
     return ThreadPoolExecutor(threads, thread_name_prefix="thinwire-codec")

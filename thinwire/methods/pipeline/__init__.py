@@ -1,4 +1,4 @@
-"""Pipelines: who computes which layers for which micro-batch, and in which order, as data."""
+"""Pipelines as data: which rank computes which layers for which micro-batch, and in which order."""
 
 from thinwire.methods.pipeline.check import Limits, check, in_flight
 from thinwire.methods.pipeline.cut import Chunk, Cut, cut, token_shares

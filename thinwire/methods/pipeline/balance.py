@@ -1,4 +1,4 @@
-"""Where to cut a row of layers so that no chunk is much heavier than the others."""
+"""Cuts a row of layers so that no chunk is much heavier than the others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from itertools import accumulate
 
 
 def balanced(operations: Sequence[float], num_parameters: Sequence[float], chunks: int) -> tuple[int, ...]:
-    """How many consecutive layers each chunk has: at least one.
+    """Number of consecutive layers in each chunk, at least one each.
 
-    The most operations of a chunk are as few as can be; of all such cuts, one whose largest chunk has as few
-    parameters as can be.
+    Minimises the most operations of any chunk; among such cuts, the most parameters of any chunk.
     """
     most, _ = _lightest(operations, chunks, lambda start, end: True)
     sums = [0, *accumulate(operations)]
@@ -22,7 +21,7 @@ def balanced(operations: Sequence[float], num_parameters: Sequence[float], chunk
 def _lightest(
     weights: Sequence[float], chunks: int, may_be: Callable[[int, int], bool]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least weight of the heaviest chunk of layers start to end - 1 that may be one, and the sizes that give it."""
+    """The least weight of the heaviest chunk of layers start to end - 1, and the sizes of the chunks that give it."""
     sums = [0, *accumulate(weights)]
     # Of so many chunks, over the first so many layers.
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (-math.inf, ())}

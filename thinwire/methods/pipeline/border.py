@@ -21,8 +21,8 @@ from thinwire.methods.options import FP32, codec_or_none
 class Crossing:
     """The codecs of both directions.
 
-    forward, backward: texts as for Codec.parse; fp32: the tensor as it is, in its own dtype. seed: of what a codec
-    draws. Raises ConfigError for a text that is no codec.
+    forward, backward: text for Codec.parse, or "fp32", which sends the tensor as it is, in its own dtype. seed: of the
+    codecs' randomness. Raises ConfigError for text that is no codec.
     """
 
     forward: str = FP32
@@ -38,7 +38,7 @@ class Crossing:
         return codec_or_none(self, direction)
 
     def check(self, features: int) -> None:
-        """Raise ConfigError unless groups lie inside a token of so many features: a token's error is its own."""
+        """Raise ConfigError unless groups lie inside a token of `features` elements: tokens must not share errors."""
         for direction in ("forward", "backward"):
             codec = self.codec(direction)
             if codec is not None and features % codec.block:
@@ -48,48 +48,48 @@ class Crossing:
                 )
 
     def packet_bytes(self, direction: str, num_elements: int, dtype: torch.dtype) -> int:
-        """The most that a message of so many elements takes."""
+        """Largest size in bytes of a message of `num_elements` elements."""
         codec = self.codec(direction)
         return num_elements * dtype.itemsize if codec is None else codec.packet_bytes(num_elements)
 
     def length(self, direction: str, packet: Tensor) -> int:
-        """How many of a packet's bytes travel."""
+        """Number of a packet's bytes that travel."""
         codec = self.codec(direction)
         return packet.numel() if codec is None else codec.length(packet)
 
     def pack(self, direction: str, x: Tensor, chunk: int, number: int) -> Tensor:
-        """uint8: x as it crosses the border behind `chunk`; number: of the micro-batch, counted from the start."""
+        """x as a uint8 packet over the border after `chunk`. number: of the micro-batch, counted from the start."""
         codec = self.codec(direction)
         if codec is None:
             return x.detach().contiguous().reshape(-1).view(torch.uint8)
         return codec.encode(x.detach(), seed=derive_seed(self.seed, chunk, number, direction == "backward"))
 
     def unpack(self, direction: str, packet: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """What `pack` gave, after it has crossed."""
+        """The tensor in a packet from `pack`."""
         codec = self.codec(direction)
         if codec is None:
             return packet.view(dtype).view(shape)
         return codec.decode(packet, shape.numel()).view(shape).to(dtype)
 
     def cross(self, direction: str, x: Tensor, chunk: int, number: int) -> Tensor:
-        """x on the other side."""
+        """x after it has crossed the border."""
         packet = self.pack(direction, x, chunk, number)
         return self.unpack(direction, packet, x.shape, x.dtype)
 
 
 def sequence_keys(tokens: Tensor) -> list[bytes]:
-    """What a sequence is known by, for each of tokens [batch, ...]: a digest of its tokens."""
+    """The key of each sequence of tokens [batch, ...]: a digest of its tokens."""
     return [blake2b(row.contiguous().cpu().numpy().tobytes(), digest_size=16).digest() for row in tokens]
 
 
 class LastMessages:
-    """What each sequence's hidden state was when it last crossed a border, as both sides of it know it.
+    """Each sequence's hidden state when it last crossed a border, known to both sides.
 
-    The codec then rounds the difference to that, which shrinks while the model converges, and so does the error:
-    m_s = m_s + C(x - m_s), with m_s = 0 for a sequence that is new. Source: Wang et al., "Fine-tuning Language Models
-    over Slow Networks using Activation Compression with Guarantees" (NeurIPS 2022).
+    The codec then rounds the difference from that state. The difference, and with it the error, shrinks as the model
+    converges: m_s = m_s + C(x - m_s), with m_s = 0 for a new sequence. Source: Wang et al., "Fine-tuning Language
+    Models over Slow Networks using Activation Compression with Guarantees" (NeurIPS 2022).
 
-    num_bytes: the most memory. The first sequences that fit are kept; of others whole hidden states cross.
+    num_bytes: largest memory. The first sequences that fit are kept; for others the whole hidden state crosses.
     """
 
     def __init__(self, num_bytes: float) -> None:
@@ -123,7 +123,7 @@ class LastMessages:
 
 
 def _nearest_group(codec: Codec, features: int) -> str:
-    """The same codec with the largest group that divides a token; how to get there where it has none."""
+    """The same codec with the largest group that divides a token; if there is none, advice instead."""
     text = str(codec)
     for group in sorted((n for n in range(1, codec.block) if features % n == 0), reverse=True):
         with suppress(ConfigError):
@@ -153,19 +153,19 @@ class _Cross(torch.autograd.Function):
 
 
 class Border(nn.Module):
-    """In one process what a border of a pipeline does to the hidden state: the same codecs, draws and bits.
+    """The effect of a pipeline's border on the hidden state, in one process, with the same bits.
 
-    A model with a Border behind the same layers trains to the same weights as the pipeline, where both take the same
-    micro-batches in the same order.
+    It uses the same codecs and random numbers. A model with Borders behind the same layers trains to the same weights
+    as the pipeline, if both get the same micro-batches in the same order.
 
     Args:
         forward_codec, backward_codec, seed: as Crossing's forward, backward and seed.
-        chunk: the number of the pipeline's chunk before it.
-        delta_mb: megabytes of memory for differences to a sequence's last message; 0: no differences. Then `tokens`
-            [batch, ...] must be set before each forward in training.
+        chunk: number of the pipeline's chunk before the border.
+        delta_mb: megabytes of memory for differences to a sequence's last message; 0: no differences. If above 0, set
+            `tokens` [batch, ...] before each forward in training.
 
-    The n-th forward in training is micro-batch n, counted from the start; forwards in evaluation all draw as the first.
-    Raises ConfigError for codecs whose groups would reach into the next token.
+    The n-th forward in training is micro-batch n, counted from the start; all forwards in evaluation count as the
+    first. Raises ConfigError for codecs whose groups would reach into the next token.
     """
 
     def __init__(
@@ -180,6 +180,6 @@ class Border(nn.Module):
         self._numbers: Iterator[int] = iter(range(1 << 62))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The hidden state [..., features] on the other side."""
+        """The hidden state [..., features] after the border."""
         self.crossing.check(x.shape[-1])
         return _Cross.apply(x, self, next(self._numbers) if self.training else 0)

@@ -1,4 +1,4 @@
-"""Can a plan run, and how much does it hold at once?"""
+"""Checks whether a plan can run, and how much it holds at once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from thinwire.methods.pipeline.plan import (
 class Limits:
     """What ranks can hold.
 
-    in_flight: visits whose forward is done and whose backward is not, at most at once on one rank; None: any number;
-    one number for all ranks or one for each.
+    in_flight: most micro-batches on a rank whose forward is done and whose backward is not; None: any number; one
+    number for all ranks, or one for each.
     """
 
     in_flight: int | tuple[int, ...] | None = None
@@ -39,12 +39,11 @@ class Limits:
 
 
 def check(plan: Plan, limits: Limits | None = None) -> None:
-    """Raise ConfigError, with all that is wrong, for a plan that can't run.
+    """Raise ConfigError, with everything that is wrong, for a plan that can't run.
 
-    Each visit's forward stands once in the order of its chunk's rank, and so does its backward, whole or as both
-    halves; a recomputation stands between the two. Where embedding and head are spread over all ranks, each rank does
-    its part for each micro-batch once. Orders and paths have no circle, so that no rank waits for ever. What is held at
-    once is within the limits.
+    Each visit has one forward in the order of its chunk's rank, and one backward, whole or in halves; a recomputation
+    comes between the two. If embedding and head are spread over all ranks, each rank does its part for each micro-batch
+    once. Orders and paths have no cycle, so no rank waits for ever. What is held at once is within the limits.
     """
     problems = [*_of_paths(plan)]
     problems = problems or [*_of_orders(plan)]
@@ -55,7 +54,7 @@ def check(plan: Plan, limits: Limits | None = None) -> None:
 
 
 def in_flight(plan: Plan) -> tuple[int, ...]:
-    """For each rank the most visits at once whose forward is done and whose backward, both halves of it, is not."""
+    """For each rank, the most visits at once whose forward is done and whose whole backward is not."""
     return tuple(_peak(order) for order in plan.orders)
 
 
@@ -126,7 +125,7 @@ def _of_visit(visit: Visit, kinds: set[str], home: int) -> Iterator[str]:
 
 
 def _of_waiting(plan: Plan) -> Iterator[str]:
-    """Run the orders without a clock; what each rank waits for where all of them wait."""
+    """Run the orders without a clock. Yield what each rank waits for if all of them wait."""
     done: set[Action | Arrival | Shared] = set()
     places = [0] * plan.num_ranks
     moved = True

@@ -1,4 +1,4 @@
-"""Paths for several micro-batches that keep out of each other's way: A* for one, conflict-based search for all."""
+"""Paths for several micro-batches that avoid each other: A* for one, conflict-based search for all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class Busy:
-    """A node that is taken from start_s to end_s."""
+    """A node that is occupied from start_s to end_s."""
 
     node: int
     kind: str
@@ -29,7 +29,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class Route:
-    """A path of nodes, when it is at each, and when its backward is done."""
+    """A path of nodes, the time at each, and the end of its backward."""
 
     path: tuple[int, ...]
     busy: tuple[Busy, ...]
@@ -38,14 +38,14 @@ class Route:
 
 @dataclass(frozen=True)
 class Forbidden:
-    """What one micro-batch must not do: visit these stages, these nodes, or be at a node in a time."""
+    """What one micro-batch must avoid: stages, nodes, or nodes during a time."""
 
     stages: frozenset[int] = frozenset()
     nodes: frozenset[int] = frozenset()
     times: tuple[Busy, ...] = ()
 
     def earliest_s(self, node: int, ready_s: float, seconds: float) -> float:
-        """When the node can be taken for so long."""
+        """When the node is free for `seconds`."""
         for busy in sorted(self.times, key=lambda busy: busy.start_s):
             if busy.node == node and ready_s < busy.end_s and busy.start_s < ready_s + seconds:
                 ready_s = busy.end_s
@@ -53,9 +53,9 @@ class Forbidden:
 
 
 def shortest(ground: Ground, start: int, release_s: float, length: int, forbidden: Forbidden) -> Route | None:
-    """The path of `length` nodes that is done first, forward, loss and backward; None if all are forbidden.
+    """The path of `length` nodes that ends first, with forward, loss and backward; None if all are forbidden.
 
-    A* over (node, time): the seconds so far, and those that the backward of what was visited will take at least.
+    A* over (node, time): the seconds so far, plus a lower bound for the backward of the visited nodes.
     """
     ids = count()
     begin_s = forbidden.earliest_s(start, release_s, ground.costs.forward_s[start])
@@ -97,7 +97,7 @@ def _owed_s(ground: Ground, path: Sequence[int]) -> float:
 
 
 def _returned(ground: Ground, busy: tuple[Busy, ...], forbidden: Forbidden) -> Route:
-    """The whole way: back to the start for head and loss, and the backward over the same nodes."""
+    """The whole way: back to the start for head and loss, then the backward over the same nodes."""
     path = [each.node for each in busy]
     start, head = path[0], ground.head(path[0])
     way = [*busy]
@@ -121,7 +121,7 @@ def _returned(ground: Ground, busy: tuple[Busy, ...], forbidden: Forbidden) -> R
 
 @dataclass(frozen=True)
 class Solution:
-    """A route for each micro-batch of a wave, under what each must not do."""
+    """A route for each micro-batch of a wave, and what each must avoid."""
 
     routes: tuple[Route, ...]
     forbidden: tuple[Forbidden, ...]
@@ -136,7 +136,7 @@ class Solution:
         return tuple(route.path for route in self.routes)
 
     def forbid(self, ground: Ground, agent: int, more: Forbidden) -> Solution | None:
-        """With a new route for one micro-batch; None if it has none."""
+        """The solution with a new route for one micro-batch; None if there is none."""
         length, start = len(self.routes[agent].path), self.routes[agent].path[0]
         route = shortest(ground, start, self.releases_s[agent], length, more)
         if route is None:
@@ -146,9 +146,9 @@ class Solution:
 
 
 def found_paths(ground: Ground, num_paths: int, length: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Paths for `num_paths` micro-batches, several solutions: without overload, then also without collisions.
+    """Yield solutions of paths for `num_paths` micro-batches: first without overload, then also without collisions.
 
-    The starts launch in turn, each its next micro-batch when the forward of the one before is done.
+    The starts launch micro-batches in turn, each when the forward of its previous one is done.
     """
     root = _root(ground, num_paths, length)
     if root is None:
@@ -183,7 +183,7 @@ Conflict = tuple[int, list[tuple[int, Forbidden]]]
 def _search(
     ground: Ground, begun: Sequence[Solution], conflict_of: Callable[[Solution], Conflict], most: int
 ) -> Iterator[Solution]:
-    """Solutions in which nothing is wrong: from the one with the least wrong on, the shorter first."""
+    """Yield solutions without conflicts, searching from those with the fewest conflicts, shorter ones first."""
     ids = count()
     open_solutions: list[tuple[int, float, int, Solution, list[tuple[int, Forbidden]]]] = []
     for solution in begun:
@@ -214,7 +214,7 @@ def _search(
 
 
 def _overload(ground: Ground, solution: Solution, length: int) -> Conflict:
-    """Stages, then nodes, that more paths visit than they take (rule TC1)."""
+    """Stages, then nodes, that more paths visit than allowed (rule TC1)."""
     num_paths = len(solution.routes)
     nodes = Counter(node for path in solution.paths for node in path[1:])
     stages = Counter(ground.stages[node] for node in nodes.elements())
@@ -242,7 +242,7 @@ def _overload(ground: Ground, solution: Solution, length: int) -> Conflict:
 def _collision(ground: Ground, solution: Solution) -> Conflict:
     """Two micro-batches that need a node at once (rule TC2); two backwards may.
 
-    The one that is done earlier gives way, and of the slowest quarter either may.
+    The one that ends earlier is moved; among the slowest quarter either may be.
     """
     found = []
     for (a, one), (b, two) in combinations(enumerate(solution.routes), 2):

@@ -30,9 +30,9 @@ class InputModule(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """The modules whose rows are spread over all ranks: one has a row for each of `size` tokens, and so has the other.
+    """The modules whose rows are spread over all ranks; each has a row for each of `size` tokens.
 
-    head: the name of the Linear whose output is the logits. padding: a token whose embedding is not trained.
+    head: name of the Linear that returns the logits. padding: a token whose embedding is not trained.
     """
 
     embedding: InputModule
@@ -43,12 +43,18 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A model and how many of its layers each chunk has, in order; the first may be the embedding, the last the head.
+    """A model, and the number of layers in each chunk, in order.
 
-    home: the rank of each chunk, a stage a rank. layers: the module list's name. front: what has parameters and runs
-    before the layers; back: the names of what runs after them. features, dtype: of the hidden state. returns: how many
-    values a layer returns, 0 for a tensor alone. vocabulary: where embedding and head are in no chunk,
-    but on all ranks.
+    The first chunk may be the embedding, the last the head.
+
+    Attributes:
+        home: the rank of each chunk; one stage per rank.
+        layers: name of the module list.
+        front: modules with parameters that run before the layers.
+        back: names of the modules that run after the layers.
+        features, dtype: of the hidden state.
+        returns: number of values that a layer returns; 0 for a plain tensor.
+        vocabulary: set if embedding and head are spread over all ranks and in no chunk.
     """
 
     model: nn.Module
@@ -67,11 +73,11 @@ class Cut:
         return len(self.sizes)
 
     def chunk(self, number: int) -> Chunk:
-        """A module with the layers of one chunk, which are the model's own; chunks of one model share tied weights."""
+        """A module with the layers of one chunk, which are the model's own. Chunks of one model share tied weights."""
         return Chunk(self, number)
 
     def names_of(self, chunk: int) -> list[str]:
-        """The modules of one chunk: its layers, what comes before the first, and what comes after the last."""
+        """The modules of one chunk: its layers, for the first chunk those before, for the last those after."""
         first = sum(self.sizes[:chunk])
         names = [f"{self.layers}.{index}" for index in range(first, first + self.sizes[chunk])]
         names += [front.name for front in self.front] if chunk == 0 else []
@@ -83,7 +89,7 @@ class Cut:
         return [] if self.vocabulary is None else [self.vocabulary.embedding.name, self.vocabulary.head]
 
     def stand_ins(self, kept: Collection[str]) -> dict[str, nn.Module]:
-        """Modules without weights for all that some chunk has, but those that are kept."""
+        """Modules without weights, in place of all modules in chunks except those in `kept`."""
         names = [name for chunk in range(self.num_chunks) for name in self.names_of(chunk)] + self.spread_names
         names = [name for name in names if name not in kept]
         fronts, behind = {front.name: front for front in self.front}, set(self.back)
@@ -97,11 +103,10 @@ class Cut:
         return found
 
     def reduce_to(self, chunks: Collection[int], borrowed: Collection[nn.Parameter] = ()) -> None:
-        """Drop, in the model itself, all weights but those of some chunks; these must have been made before.
+        """Drop all weights from the model itself except those of some chunks, which must have been made before.
 
-        What is on all ranks stays as it is.
-
-        borrowed: weights that are another rank's; a module that has no others stays in its chunk alone.
+        Modules that are on all ranks stay as they are. borrowed: weights of other ranks; a module with only such
+        weights stays only in its chunk.
         """
         not_own = {id(param) for param in borrowed}
         names = [name for chunk in chunks for name in self.names_of(chunk)]
@@ -111,14 +116,14 @@ class Cut:
             self.model.set_submodule(name, module)
 
     def shape(self, chunk: int, micro_batch: tuple[Tensor, Tensor | None]) -> tuple[int, int, int]:
-        """The shape [batch, seq, features] of the hidden state behind a chunk."""
+        """The shape [batch, seq, features] of the hidden state after a chunk."""
         batch, length = micro_batch[0].shape
         return batch, length, self.features
 
     def tied(self, home: Sequence[int], rank: int) -> dict[int, list[nn.Parameter]]:
-        """This rank's copies of weights that another rank has too, by that rank: their gradients are one's.
+        """By rank, this rank's copies of weights that the other rank also has; their gradients belong to one weight.
 
-        home: the rank of each chunk in the plan that runs. A weight is tied where modules before and after the layers
+        home: the rank of each chunk in the plan that runs. A weight is tied if modules before and after the layers
         share it.
         """
         ends = (home[0], home[-1])
@@ -134,13 +139,13 @@ class Cut:
 
 
 class Chunk(nn.Module):
-    """Some consecutive layers of a model; the first chunk embeds, the last has the head and the loss.
+    """Some consecutive layers of a model. The first chunk embeds; the last has the head and the loss.
 
-    Called with (hidden state or None, (tokens [batch, seq], targets or None)): the next hidden state, or the mean loss
-    of the micro-batch, or logits without targets. The model's own forward runs, so masks and positions are its own:
-    other layers pass the hidden state on, other embeddings give zeros, and the first own layer takes what arrived.
-    Where the vocabulary is spread over all ranks, the embedding arrives at the first chunk, and the last one gives what
-    its head would be given.
+    Called with (hidden state or None, (tokens [batch, seq], targets or None)), it returns the next hidden state; at the
+    end the mean loss of the micro-batch, or logits without targets. The model's own forward runs, so masks and
+    positions are the model's: layers of other chunks pass the hidden state on, other chunks' embeddings return zeros,
+    and the first own layer gets the received state. If the vocabulary is spread over all ranks, the first chunk
+    receives the embedding, and the last returns the input of its head.
     """
 
     def __init__(self, cut: Cut, number: int) -> None:
@@ -195,14 +200,14 @@ class Chunk(nn.Module):
 
 
 def _copy_of(model: nn.Module, shared: Sequence[str], others: Mapping[str, nn.Module]) -> nn.Module:
-    """The model with the same tensors in other modules: some are shared, others stand in for those of their names."""
+    """The model with the same tensors in new modules. Some are shared, others replaced by stand-ins."""
     same = [*model.parameters(), *model.buffers(), *map(model.get_submodule, shared)]
     instead = {id(model.get_submodule(name)): module for name, module in others.items()}
     return copy.deepcopy(model, {id(each): each for each in same} | instead)
 
 
 def token_shares(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """Each micro-batch's part of all targets that count: the weights of mean losses in the mean over all tokens."""
+    """For each micro-batch, its share of all valid targets: the weight of its mean loss in the mean over all tokens."""
     counts = [int((targets != IGNORED).sum()) for _, targets in micro_batches]
     return [count / max(1, sum(counts)) for count in counts]
 
@@ -210,19 +215,22 @@ def token_shares(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
 def cut(
     model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: str = "last", *, apart: bool = False
 ) -> Cut:
-    """How a causal language model falls into chunks of consecutive layers, one for each stage.
+    """Cut a causal language model into chunks of consecutive layers, one for each stage.
 
-    model: called as model(tokens, targets=None): logits, or the mean loss. Its layers are the nn.ModuleList with the
-    most parameters. layers: how many each stage has, such as "5,6,6,3"; by default so that the slowest stage has as
-    few floating-point operations as can be, and, among such cuts, the largest as few parameters. head: "last": the
-    last stage has it; "first": micro-batches come back to the first stage, which has it as a chunk of its own after
-    all others, beside the embedding; "spread": no chunk has embedding or head, see Vocabulary. apart: embedding and
-    head are chunks of their own, on the first and the last rank.
+    The model is run once on a few tokens, and so are its chunks.
 
-    The model is run once on a few tokens, and so are its chunks. Raises ConfigError for more stages than layers, for
-    layers that don't add up, and for a model whose layers exchange more than one hidden state or whose weights are
-    used in more than one place; for "spread" also for a model that does more to tokens than to look them up, or more to
-    the head's product than the mean cross-entropy.
+    Args:
+        model: called as model(tokens, targets=None); returns logits, or the mean loss. Its layers are the nn.ModuleList
+            with the most parameters.
+        layers: number of layers of each stage, such as "5,6,6,3"; by default such that the slowest stage has the fewest
+            floating-point operations and, among such cuts, the largest stage the fewest parameters.
+        head: "last": the last stage has it; "first": micro-batches return to the first stage, which has the head as a
+            chunk of its own besides the embedding; "spread": no chunk has embedding or head, see Vocabulary.
+        apart: embedding and head are chunks of their own, on the first and the last rank.
+
+    Raises ConfigError for more stages than layers; for layers that don't add up; for a model whose layers pass on more
+    than one hidden state, or whose weights are used in several places; for "spread" also for a model that does more
+    with tokens than a look-up, or more with the head's product than the mean cross-entropy.
     """
     if head not in HEADS:
         raise ConfigError(f"head {head!r} is unknown{nearest(head, HEADS)}")
@@ -254,7 +262,7 @@ def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def stated_sizes(layers: str | Sequence[int], stages: int, num_layers: int) -> tuple[int, ...]:
-    """How many layers each stage has. Raises ConfigError for what can't be read, or does not add up."""
+    """The number of layers of each stage. Raises ConfigError for text that can't be read, and for a wrong sum."""
     try:
         sizes = tuple(int(part) for part in (layers.split(",") if isinstance(layers, str) else layers))
     except ValueError:
@@ -269,10 +277,11 @@ def stated_sizes(layers: str | Sequence[int], stages: int, num_layers: int) -> t
 
 
 class _Probe:
-    """What one forward shows: which modules run before and after the layers, and what each layer costs.
+    """What one forward shows: which modules run before and after the layers, and each layer's cost.
 
-    operations, num_parameters: of each layer, with the head's added to those of the layer at `head`, and the
-    embedding's to the first one's. spread: neither of them is of any layer, and of `front` and `back` neither.
+    operations, num_parameters: of each layer; the head's are added to the layer at `head`, the embedding's to the
+    first.
+    spread: neither head nor embedding is added to a layer, or listed in `front` and `back`.
     """
 
     def __init__(self, model: nn.Module, name: str, layers: nn.ModuleList, head: int, *, spread: bool) -> None:
@@ -338,7 +347,7 @@ class _Probe:
         return note
 
     def _spread(self, model: nn.Module, owners: Mapping[str, nn.Module], front: Sequence[str]) -> Vocabulary:
-        """The embedding and the head, if their rows can be on different ranks."""
+        """The embedding and the head, if their rows can lie on different ranks."""
         why, head = f"head {SPREAD!r}: the model ", self.back[-1] if self.back else ""
         near = "; nearest: head 'last'"
         given = {name: self._seen[name] for name in front}
@@ -385,7 +394,7 @@ def _same(one: Any, other: Tensor) -> bool:
 
 
 def _hidden_of(outputs: Sequence[Any]) -> tuple[Tensor, int]:
-    """The first layer's hidden state, and how many values a layer returns."""
+    """The first layer's hidden state, and the number of values that a layer returns."""
     kinds = {len(output) if isinstance(output, tuple) else 0 for output in outputs}
     hidden = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
     if len(kinds) > 1 or not isinstance(hidden, Tensor) or hidden.ndim != 3:
@@ -419,7 +428,7 @@ def _name_of_hidden(kwargs: Mapping[str, Any]) -> str:
 
 
 class _StandIn(nn.Module):
-    """In place of a module of another chunk: it has no weights, and what the model may ask it about itself."""
+    """Replaces a module of another chunk: it has no weights, but the attributes that the model may read."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -431,7 +440,7 @@ class _StandIn(nn.Module):
 
 
 class _PassOn(_StandIn):
-    """A layer, or what follows the layers: what comes in goes out."""
+    """Replaces a layer, or a module after the layers: returns its input."""
 
     def __init__(self, original: nn.Module, returns: int) -> None:
         super().__init__(original)
@@ -443,7 +452,7 @@ class _PassOn(_StandIn):
 
 
 class _Zeros(_StandIn):
-    """An embedding: something of the same shape, which the first own layer never sees."""
+    """Replaces an embedding: returns zeros of the same shape, which no own layer sees."""
 
     def __init__(self, original: nn.Module, front: InputModule) -> None:
         super().__init__(original)

@@ -1,4 +1,4 @@
-"""A plan that is fitted to what was measured: list scheduling on the simulated clock."""
+"""A plan that is fitted to measurements: list scheduling on the simulated clock."""
 
 from __future__ import annotations
 
@@ -34,16 +34,20 @@ def fitted(
     home: Sequence[int], paths: Sequence[Sequence[int]], costs: Costs, network: Network | None = None, *,
     in_flight: int | Sequence[int] | None = None, halves: bool = False, barriers: int = 0,
 ) -> Plan:  # fmt: skip
-    """The plan in which a rank that is free does at once the most urgent of what can start.
+    """The plan in which every free rank starts the most urgent possible action at once.
 
-    Backward comes before forward, early micro-batches before late ones, and, at one micro-batch, the furthest hop
-    first. What the measured seconds and rates lead to becomes a fixed order, so a run repeats bit for bit; the same
-    costs give the same plan, so one rank makes it and tells the others.
+    Backward comes before forward, early micro-batches before late ones, and for one micro-batch the furthest hop first.
+    The result is a fixed order, so a run repeats bit for bit. The same costs give the same plan, so one rank makes it
+    and sends it to the others.
 
-    in_flight: micro-batches at most at once that a rank has begun and not yet ended; None: twice the number of
-    ranks; a number for all ranks, or one for each. More hide longer messages, and keep more activations. halves: each
-    backward is done as its two halves. barriers: see Plan; embeddings are then made one micro-batch ahead. Raises
-    ConfigError where in_flight is below 1, or so low that ranks would wait for each other for ever.
+    Args:
+        in_flight: most micro-batches at once that a rank has begun but not finished; None: twice the number of ranks;
+            one number for all ranks, or one for each. A larger number hides longer messages, and keeps more
+            activations.
+        halves: each backward is done as its two halves.
+        barriers: see Plan; embeddings are then made one micro-batch ahead.
+
+    Raises ConfigError for in_flight below 1, or so low that ranks would wait for each other for ever.
     """
     num_ranks = max(home) + 1
     given = 2 * num_ranks if in_flight is None else in_flight
@@ -61,7 +65,7 @@ def fitted(
 
 
 class _Scheduler:
-    """What each rank has still to do, most urgent first, and which micro-batches it has begun and not ended."""
+    """The remaining actions of each rank, most urgent first, and the micro-batches it has begun but not finished."""
 
     def __init__(
         self, home: Sequence[int], paths: Sequence[Sequence[int]], most: Sequence[int], halves: bool, barriers: int

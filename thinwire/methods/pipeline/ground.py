@@ -1,4 +1,4 @@
-"""Where micro-batches that skip stages can go, and what it costs them.
+"""The nodes and stages through which micro-batches that skip stages can pass, and the costs.
 
 Source: "SkipPipe: Partial and Reordered Pipelining Framework for Training LLMs in Heterogeneous Networks" (2025),
 section 3.
@@ -23,7 +23,7 @@ JUMP = 4
 
 
 def problem_of(stages: Sequence[int]) -> str:
-    """What is wrong with a path that visits these stages and then comes back for the head; empty: nothing."""
+    """What is wrong with a path that visits these stages and then returns for the head; empty if nothing is."""
     if not stages or stages[0] != 0:
         return "must start at stage 0"
     if len(set(stages)) < len(stages):
@@ -41,11 +41,13 @@ def problem_of(stages: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Ground:
-    """Nodes, each with the layers of one stage: chunk i is on rank i. Behind them, for each start, the head.
+    """Nodes, each with the layers of one stage: chunk i is on rank i. After them, for each start, its head.
 
-    stages: of each node; those of stage 0 are starts, and their heads are chunks n, n + 1, ... costs: of all these
-    chunks. network: of the nodes. memory: micro-batches that a node takes of one wave, at most; None: as many as all
-    stages take where they share the visits evenly.
+    Attributes:
+        stages: of each node. Nodes of stage 0 are starts, and their heads are chunks n, n + 1, ...
+        costs: of all these chunks.
+        network: of the nodes.
+        memory: most micro-batches that a node takes of one wave; None: an even share of all visits.
     """
 
     stages: tuple[int, ...]
@@ -78,7 +80,7 @@ class Ground:
         return len(self.stages) + self.starts.index(start)
 
     def capacity(self, num_paths: int, length: int) -> dict[int, int]:
-        """How many of a wave's paths may visit each stage but the first (rule TC1)."""
+        """For each stage but the first, how many of a wave's paths may visit it (rule TC1)."""
         fair = math.ceil(num_paths * (length - 1) / (self.num_stages - 1)) if self.num_stages > 1 else 0
         sizes = {stage: self.stages.count(stage) for stage in range(1, self.num_stages)}
         return {stage: fair if self.memory is None else self.memory * size for stage, size in sizes.items()}

@@ -29,7 +29,7 @@ def check_inside(method: Method | Connected, num_replicas: int) -> None:
 
 
 def check_recovers(options: Pipeline, method: Method | Connected, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError where a stage can't go on without a lost rank; sizes: of the mesh."""
+    """Raise ConfigError if a run can't continue without a lost stage. sizes: of the mesh."""
     num_replicas, tensor = sizes.get("data", 1), sizes.get("tensor", 1)
     if options.recover != NONE and isinstance(method, IslandsMethod | Connected):
         raise ConfigError(
@@ -49,7 +49,7 @@ def check_recovers(options: Pipeline, method: Method | Connected, sizes: Mapping
 
 
 def check_spread(options: Pipeline, method: Method | Connected | None, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError where the vocabulary's rows can't lie on all stages; sizes: of the mesh."""
+    """Raise ConfigError if the vocabulary's rows can't be spread over all stages. sizes: of the mesh."""
     tensor, near = sizes.get("tensor", 1), f"; nearest: head 'last', or {SPREAD!r} with pipeline and data alone"
     if options.head == SPREAD and isinstance(method, IslandsMethod | Connected):
         raise ConfigError(
@@ -60,7 +60,7 @@ def check_spread(options: Pipeline, method: Method | Connected | None, sizes: Ma
 
 
 def why_not_inside(method: Method | Connected, num_replicas: int) -> str:
-    """Why a method can't, to follow its name; empty: it can. num_replicas: of each stage."""
+    """Why a method can't train stages, to follow its name; empty: it can. num_replicas: of each stage."""
     if isinstance(method, Connected):
         method = method.method
     if isinstance(method, IslandsMethod):

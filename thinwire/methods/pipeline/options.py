@@ -1,4 +1,4 @@
-"""What a pipeline is asked for: the plan, the codecs of its borders, the cut."""
+"""Options of a pipeline: the plan, the codecs of its borders, the cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FITTED_CHUNKS = range(1, 17)
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The layers of a model over the ranks of the pipeline axis, and micro-batches through them.
+    """Spreads the layers of a model over the ranks of the pipeline axis, through which micro-batches pass.
 
     Raises ConfigError for values that no pipeline can have.
     """
@@ -41,35 +41,36 @@ class Pipeline:
     chunks: int | None = None
     """Chunks of layers on each rank; by default the fewest that the plan takes."""
     in_flight: int | None = None
-    """Most micro-batches that a rank of a fitted plan has begun and not ended; by default twice the stages."""
+    """Most micro-batches that a rank of a fitted plan has begun but not finished; by default twice the stages."""
     forward: str = "int8/64:nearest"
     """Codec of hidden states at borders; fp32: as they are."""
     backward: str = "int4/64"
     """Codec of the gradients of hidden states at borders; fp32: as they are."""
     delta: bool = False
-    """Round the difference to what crossed when the same sequence came last, in place of the hidden state itself. Its
-    error shrinks where sequences return."""
+    """Round the difference to the state that crossed when the same sequence came last, instead of the state itself. The
+    error shrinks as sequences return."""
     delta_mb: int = 256
-    """Megabytes that a rank may keep of each of its borders for delta: of the sequences that come first."""
+    """Megabytes that a rank may keep for delta at each of its borders; the first sequences are kept."""
     layers: str = ""
-    """How many layers each chunk has, such as 5,6,6,3; by default so that the slowest has as little to compute as can
-    be."""
+    """Number of layers of each chunk, such as 5,6,6,3; by default such that the slowest chunk has least to compute."""
     head: Literal["last", "first", "spread"] = "last"
-    """Who has the head: the last stage; the first, to which micro-batches then come back (fitted plans alone); or all
-    stages, each some of the vocabulary's rows of head and embedding (plans fitted, 1f1b and v-half)."""
+    """Which stages have the head: the last; the first, to which micro-batches then return (only fitted plans).
+
+    Or all, with
+    some of the vocabulary's rows of head and embedding each (plans fitted, 1f1b and v-half)."""
     barriers: Literal[1, 2] = 1
     """With head spread: how often all stages wait for each other between a micro-batch's last forward and its first
-    backward. With 1 the gradient is the difference of two products, with 2 one product, and one more micro-batch is in
-    flight."""
+    backward. With 1 the gradient is the difference of two products; with 2 it is one product, and one more micro-batch
+    is in flight."""
     skip: float = 0.0
     """Share of the stages that each micro-batch leaves out, such as 0.33, by SkipPipe (fitted plans, head 'first')."""
     recompute: Literal["never", "except-last", "always"] = "never"
     """Which activations are computed again instead of kept."""
     recover: Literal["none", "average", "swap", "uniform", "copy", "random"] = "none"
-    """What the layers of a lost stage begin with, for a run that goes on without a checkpoint: the average of the
-    layers before and after, weighted by their gradients; swap, the same where half of the micro-batches pass the first
-    two stages and the last two in the other order, so that these can stand for each other; a uniform mean, a copy of
-    those before, or random."""
+    """Weights of a lost stage's layers, in a run that continues without a checkpoint: average: of the layers before and
+    after, weighted by their gradients; swap: the same, but half of the micro-batches pass the first two and the last
+    two stages in the other order, so that these can replace each other; uniform: the plain mean; copy: the layers
+    before; random: new ones."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -147,11 +148,11 @@ class Pipeline:
         return tuple(codec for codec in found if codec is not None)
 
     def crossing(self, seed: int) -> Crossing:
-        """What happens at borders."""
+        """The codecs at borders."""
         return Crossing(self.forward, self.backward, seed)
 
     def num_chunks(self, stages: int) -> int:
-        """Chunks that have layers."""
+        """Number of chunks with layers."""
         fewest = 1 if self.plan == FITTED else ORDERS[self.plan][0].start
         return stages * (self.chunks or fewest)
 
@@ -166,7 +167,10 @@ class Pipeline:
         return (*home, 0) if self.head == "first" else home
 
     def sizes(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Layers of each chunk, ends that are chunks of their own included; layers: of those that have any."""
+        """Number of layers of each chunk, including embedding and head that are chunks of their own.
+
+        layers: of the others.
+        """
         if self.recover == SWAP:
             return (0, *layers, 0)
         return (*layers, 0) if self.head == "first" else tuple(layers)
@@ -174,9 +178,9 @@ class Pipeline:
     def plan_of(
         self, stages: int, micro_batches: int, costs: Costs | None = None, network: Network | None = None
     ) -> Plan:
-        """The plan of a step; costs, network: what a fitted one is fitted to, all chunks alike until it is measured.
+        """The plan of a step. costs, network: the measurements for a fitted plan; None: all chunks alike.
 
-        Raises ConfigError for a number of micro-batches that the plan can't take.
+        Raises ConfigError for a number of micro-batches that the plan does not support.
         """
         if self.skip:
             # Not fitted: what is left out, and in which order gradients are added, must not hang on a clock.
@@ -196,7 +200,7 @@ class Pipeline:
         return made
 
     def _spread(self, stages: int, micro_batches: int, costs: Costs | None, network: Network | None) -> Plan:
-        """With the passes of a spread head; fitted: the faster one of what scheduling finds and of 1f1b."""
+        """The plan with the passes of a spread head. If fitted: the faster of list scheduling and 1f1b."""
         if self.plan != FITTED:
             return SPREAD_ORDERS[self.plan](stages, micro_batches, self.barriers)
         home = self.home(stages)
@@ -243,9 +247,9 @@ def check_stages(
     options: Pipeline, stages: int, num_layers: int | None = None, micro_batches: int | None = None,
     more_layers: str = "",
 ) -> None:  # fmt: skip
-    """Raise ConfigError, with all that is wrong, for stages, layers and micro-batches that don't fit each other.
+    """Raise ConfigError, with all reasons, for stages, layers and micro-batches that don't fit each other.
 
-    more_layers: the flag that gives the model more of them; empty: there is none.
+    more_layers: the flag that sets the model's number of layers; empty: there is none.
     """
     problems = Problems()
     chunks = options.num_chunks(stages)

@@ -1,4 +1,4 @@
-"""Which node holds which stage: a genetic search, as DT-FM has it and SkipPipe takes it over.
+"""Decides which node holds which stage, by a genetic search, as in DT-FM and SkipPipe.
 
 Source: Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous Environments" (NeurIPS 2022),
 section 3.
@@ -22,14 +22,14 @@ def placed(
 ) -> tuple[int, ...]:
     """The stage of each node: sizes[0] nodes have stage 0, and the other stages the other sizes, in any order.
 
-    Minimises the way of a micro-batch around all stages, plus factor times the slowest all-reduce inside a stage.
-    Between two stages every node is matched with one of the other, and the slowest pair counts; the way is the
+    Minimises the time of a micro-batch's way around all stages, plus factor times the slowest all-reduce inside a
+    stage. Between two stages every node is matched with one of the other, and the slowest pair counts; the way is the
     shortest tour from stage 0 back to it.
 
     Args:
         message_bytes: of a hidden state.
-        replica_bytes: that a replica of a stage sends another.
-        factor: weight of the all-reduce: of one a step against the micro-batches of a step.
+        replica_bytes: that a replica of a stage sends to another.
+        factor: weight of the all-reduce, which happens once in a step of several micro-batches.
     """
     costs = _Placement(network, message_bytes, replica_bytes, factor)
     draws = random.Random(seed)
@@ -57,7 +57,7 @@ def placed(
 
 @dataclass
 class _Placement:
-    """What a grouping of nodes costs, in seconds."""
+    """The cost of a grouping of nodes, in seconds."""
 
     network: Network
     message_bytes: float
@@ -67,14 +67,14 @@ class _Placement:
     _totals: dict[tuple[Group, ...], float] = field(default_factory=dict)
 
     def total(self, groups: tuple[Group, ...]) -> float:
-        """Seconds of the way, and of the slowest all-reduce by its weight."""
+        """Seconds of the tour, plus those of the slowest all-reduce times its weight."""
         if groups not in self._totals:
             slowest = max(self.inside(group) for group in groups)
             self._totals[groups] = self.tour(groups)[0] + self.factor * slowest
         return self._totals[groups]
 
     def inside(self, group: Group) -> float:
-        """Seconds between the replicas of a stage that are slowest to reach each other."""
+        """Seconds between the slowest pair of a stage's replicas."""
         return max((self._link_s(a, b, self.replica_bytes) for a in group for b in group if a != b), default=0.0)
 
     def between(self, one: Group, two: Group) -> float:

@@ -1,4 +1,4 @@
-"""A plan is data: which rank holds which layers, the path of each micro-batch, the order of each rank's work."""
+"""A plan as data: which rank holds which layers, the path of each micro-batch, the order of each rank's work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Visit(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happens to one micro-batch at one chunk."""
+    """An event of one micro-batch at one chunk."""
 
     kind: str
     chunk: int
@@ -45,7 +45,7 @@ class Event(NamedTuple):
 
     @property
     def visit(self) -> Visit:
-        """Where it happens."""
+        """The micro-batch and the chunk."""
         return Visit(self.chunk, self.micro_batch)
 
 
@@ -61,12 +61,14 @@ class Action(Event):
 
 @dataclass(frozen=True)
 class Plan:
-    """One step of a pipeline, known before it runs.
+    """One step of a pipeline, known before it runs. `check` says whether it can run.
 
-    home: the rank of each chunk of layers. paths: for each micro-batch the chunks that it visits, in order; the loss
-    follows the last. orders: for each rank what it does, in order. barriers: between the last forward of a micro-batch
-    and its first backward, where embedding and head are spread over all ranks: 1 or 2; 0: they are in the first and the
-    last chunk. `check` says whether a plan can run.
+    Attributes:
+        home: the rank of each chunk of layers.
+        paths: for each micro-batch the chunks that it visits, in order; the loss follows the last.
+        orders: for each rank its actions, in order.
+        barriers: if embedding and head are spread over all ranks, the number of barriers between the last forward of a
+            micro-batch and its first backward: 1 or 2; 0: embedding and head are in the first and the last chunk.
     """
 
     home: tuple[int, ...]
@@ -83,17 +85,17 @@ class Plan:
         return len(self.paths)
 
     def chunks_of(self, rank: int) -> list[int]:
-        """The chunks that live on a rank."""
+        """The chunks on a rank."""
         return [chunk for chunk, home in enumerate(self.home) if home == rank]
 
     @cached_property
     def routes(self) -> Routes:
-        """What comes before and after each visit."""
+        """The neighbours of each visit."""
         return Routes(self.paths, self.home, self.barriers)
 
 
 class Arrival(Event):
-    """What a visit waits for from its neighbours: the hidden state forward, the gradient of its output backward.
+    """A tensor that a visit waits for: the hidden state forward, the gradient of its output backward.
 
     kind: "forward" or "backward".
     """
@@ -106,11 +108,11 @@ class Arrival(Event):
 
 
 class Shared(NamedTuple):
-    """What one rank gives another where embedding and head are spread over all ranks.
+    """A message from one rank to another, if embedding and head are spread over all ranks.
 
-    kind: "rows": the embedding of the tokens that the source has; "hidden": what the head is given; "scores": the
-    largest logit of each token, the sum of their exponents and the target's; "part": the source's part of the gradient
-    of "hidden"; "gradient": that of "rows".
+    kind: "rows": the embeddings of the source's tokens; "hidden": the input of the head; "scores": for each token, the
+    largest logit, the sum of exponentials and the target's logit; "part": the source's part of the gradient of
+    "hidden"; "gradient": the gradient of "rows".
     """
 
     kind: str
@@ -123,9 +125,9 @@ class Shared(NamedTuple):
 
 
 class Routes:
-    """The neighbours of each visit on its micro-batch's path, and at which hop of the path it is.
+    """The neighbours of each visit on its micro-batch's path, and the number of its hop.
 
-    home, barriers: see Plan; needed where barriers are not 0.
+    home, barriers: see Plan; only needed if barriers are not 0.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]], home: Sequence[int] = (), barriers: int = 0) -> None:
@@ -142,7 +144,7 @@ class Routes:
             self.hop.update((visit, hop) for hop, visit in enumerate(visits))
 
     def needs(self, action: Action) -> list[Action | Arrival | Shared]:
-        """What must be there before an action can start."""
+        """What must have arrived or ended before an action can start."""
         visit, own, number = action.visit, Action(FORWARD, *action.visit), action.micro_batch
         if action.kind == FORWARD:
             return [Arrival("forward", *visit)] if self.before[visit] else self._from_all("rows", number, 0)
@@ -163,7 +165,7 @@ class Routes:
         return [Shared("gradient", first, action.chunk, number)] if action.kind == SCATTER else []
 
     def gives(self, action: Action) -> list[Arrival | Shared]:
-        """What others have of an action, or the rank itself later."""
+        """The tensors of an action that other ranks, or the same rank later, need."""
         rank, number = action.chunk, action.micro_batch
         if action.kind == FORWARD:
             after = self.after[action.visit]
@@ -181,7 +183,7 @@ class Routes:
         return []
 
     def _from_all(self, kind: str, number: int, end: int) -> list[Action | Arrival | Shared]:
-        """From each rank to that of one end of a path."""
+        """The messages from each rank to that of one end of a path."""
         return [Shared(kind, rank, self._ends[number][end], number) for rank in self._ranks]
 
     def _to_all(self, kind: str, number: int, end: int) -> list[Arrival | Shared]:

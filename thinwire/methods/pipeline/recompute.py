@@ -1,4 +1,4 @@
-"""Which activations are kept, and which are computed again just before their backward."""
+"""Chooses the activations that are kept; others are computed again just before their backward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ MODES = {
 
 
 def recompute(plan: Plan, mode: str) -> Plan:
-    """The plan with a forward again right before each backward of a visit that kept its input alone.
+    """The plan with a forward again right before each backward of a visit that kept only its input.
 
-    It needs no gradient, so a rank computes it while it would wait for one. mode: one of MODES. Raises ConfigError
-    for another, and for a plan that recomputes already.
-    Source: GPipe (NeurIPS 2019), section 2.3; torchgpipe, section 3.2, whose "except_last" this is for its schedule.
+    It needs no gradient, so a rank computes it while it would wait for one. mode: one of MODES. Raises ConfigError for
+    any other mode, and for a plan that recomputes already.
+    Source: GPipe (NeurIPS 2019), section 2.3; torchgpipe, section 3.2, whose "except_last" does the same for its
+    schedule.
     """
     if mode not in MODES:
         raise ConfigError(f"recompute {mode!r} is unknown{nearest(mode, MODES)}")

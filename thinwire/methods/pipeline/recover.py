@@ -1,4 +1,4 @@
-"""CheckFree: a lost stage from the stages beside it, without a checkpoint."""
+"""CheckFree: rebuilds a lost stage from its neighbours, without a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NORM_FLOOR = 1e-4
 
 
 def neighbours(stage: int, num_stages: int) -> tuple[int, ...]:
-    """The stages before and after: two, or one of an end."""
+    """The stages before and after; the ends have one neighbour."""
     return tuple(other for other in (stage - 1, stage + 1) if 0 <= other < num_stages)
 
 
 def sources(how: str, stage: int, num_stages: int) -> tuple[int, ...]:
-    """The stages whose layers a lost one begins with. An end has one neighbour, whose layers are copied."""
+    """The stages whose layers a lost stage starts with. An end copies its only neighbour."""
     beside = neighbours(stage, num_stages)
     if how == SWAP:
         pairs = {0: 1, 1: 0, num_stages - 1: num_stages - 2, num_stages - 2: num_stages - 1}
@@ -40,12 +40,12 @@ def sources(how: str, stage: int, num_stages: int) -> tuple[int, ...]:
 
 
 def fewest_stages(how: str) -> int:
-    """How many stages it needs."""
+    """The fewest stages that this recovery needs."""
     return FEWEST_SWAPPED if how == SWAP else FEWEST_STAGES
 
 
 def beyond_recovery(lost: Collection[int], num_stages: int, *, tied: bool) -> str:
-    """Why a run can't go on from what is left; empty: it can. tied: whether the ends share a weight."""
+    """Why a run can't continue after a loss; empty: it can. tied: whether the ends share a weight."""
     gone = sorted(lost)
     if together := [stage for stage in gone if stage + 1 in lost]:
         return f"stages {together[0]} and {together[0] + 1} were lost together, and each is the other's neighbour"
@@ -57,9 +57,11 @@ def beyond_recovery(lost: Collection[int], num_stages: int, *, tied: bool) -> st
 def healthy_replica(
     lost: Collection[int], there: Collection[tuple[int, int]], num_stages: int, *, tied: bool
 ) -> int | None:
-    """The first replica of the pipeline that has all from which the lost stages are made; None: there is none.
+    """The first replica of the pipeline that has everything from which the lost stages are rebuilt.
 
-    there: the (stage, replica) whose state is left. tied: see `beyond_recovery`.
+    None: there is none.
+
+    there: the (stage, replica) pairs whose state is left. tied: see `beyond_recovery`.
     """
     needed = {other for stage in lost for other in neighbours(stage, num_stages)}
     needed |= {num_stages - 1} if tied and 0 in lost else set()
@@ -70,7 +72,10 @@ def healthy_replica(
 def between(before: Tensor, after: Tensor, norm_before: float, norm_after: float) -> Tensor:
     """(n_b W_b + n_a W_a) / (n_b + n_a): weights of a lost stage from those of its neighbours.
 
-    W_b, W_a: the neighbours' weights, of equal shape; n_b, n_a: the 2-norms of their last gradients, plus 1e-4 each.
+    Args:
+        before, after: W_b, W_a, the neighbours' weights, of equal shape.
+        norm_before, norm_after: the 2-norms of their last gradients; n_b and n_a are these plus 1e-4.
+
     Source: "All is Not Lost: LLM Recovery without Checkpoints", Algorithm 1.
     """
     n_before, n_after = norm_before + NORM_FLOOR, norm_after + NORM_FLOOR
@@ -78,10 +83,10 @@ def between(before: Tensor, after: Tensor, norm_before: float, norm_after: float
 
 
 def counterpart(layer: int, num_layers: int, of: int) -> int:
-    """The layer, of so many, at the same place in a stage with `of` layers as `layer` in one with num_layers."""
+    """The layer of a stage with `of` layers at the same relative position as `layer` in a stage with num_layers."""
     return layer * of // num_layers
 
 
 def lr_factor(num_recoveries: int) -> float:
-    """What the learning rate of a stage is multiplied with after so many recoveries."""
+    """The factor of a stage's learning rate after this many recoveries."""
     return min(LR_FACTOR**num_recoveries, MOST_LR_FACTOR)

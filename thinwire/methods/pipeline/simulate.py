@@ -1,4 +1,4 @@
-"""A plan on the clock: when each rank would do what, given what layers cost and what links carry."""
+"""Simulates a plan: when each rank does what, from the costs of layers and the rates of links."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from thinwire.methods.pipeline.plan import (
 
 @dataclass(frozen=True)
 class SpreadCosts:
-    """What one micro-batch costs each rank where embedding and head are spread over all of them.
+    """The cost of one micro-batch on each rank, if embedding and head are spread over all ranks.
 
-    seconds: by kind of action; one that is not there takes none. sizes: bytes of a message, by kind of Shared. kept:
-    bytes from S to T.
+    seconds: by kind of action; 0 if missing. sizes: bytes of a message, by kind of Shared. kept: bytes kept from S to
+    T.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -42,12 +42,15 @@ class SpreadCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one micro-batch costs, by chunk.
+    """The costs of one micro-batch, for each chunk.
 
-    forward_s, input_s, weight_s: seconds of a forward and of the two halves of its backward; a whole backward takes
-    both halves, a recomputation as long as a forward. forward_bytes, backward_bytes: of the message with a chunk's
-    output, and of the one with the gradient of that output. kept_bytes: activations that a backward needs; input_bytes:
-    what is kept of a visit that is recomputed. spread: of embedding and head, where a plan spreads them.
+    Attributes:
+        forward_s, input_s, weight_s: seconds of a forward and of the two halves of its backward. A whole backward takes
+            both halves, a recomputation as long as a forward.
+        forward_bytes, backward_bytes: of the message with a chunk's output, and of that with the output's gradient.
+        kept_bytes: activations that a backward needs.
+        input_bytes: bytes kept for a visit that is recomputed.
+        spread: of embedding and head, if a plan spreads them.
     """
 
     forward_s: tuple[float, ...]
@@ -65,7 +68,7 @@ class Costs:
         forward_bytes: float = 0.0, backward_bytes: float | None = None, kept_bytes: float = 1.0,
         input_bytes: float = 0.0,
     ) -> Costs:  # fmt: skip
-        """Chunks that are all alike; each half of a backward takes as long as the forward unless given."""
+        """Equal chunks; each half of a backward takes as long as the forward unless stated."""
         each = (
             forward_s, forward_s if input_s is None else input_s, forward_s if weight_s is None else weight_s,
             forward_bytes, forward_bytes if backward_bytes is None else backward_bytes, kept_bytes, input_bytes,
@@ -73,7 +76,7 @@ class Costs:
         return cls(*((value,) * num_chunks for value in each))
 
     def seconds(self, action: Action) -> float:
-        """How long an action takes."""
+        """Seconds of an action."""
         if action.kind in SPREAD_KINDS:
             return self.spread.seconds.get(action.kind, 0.0)
         if action.kind == BACKWARD:
@@ -85,10 +88,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """What a plan does when.
+    """The simulated times of a plan.
 
-    spans: for each rank (action, start, end) in seconds. link_bytes: by (from, to), in one step. peak_bytes: the most
-    activations that each rank holds at once.
+    spans: for each rank (action, start, end) in seconds. link_bytes: by (from, to), in one step. peak_bytes: for each
+    rank, the most activations that it holds at once.
     """
 
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
@@ -107,7 +110,7 @@ class PipelineTimeline:
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """What each rank did, in order."""
+        """The actions of each rank, in order."""
         return tuple(tuple(action for action, _, _ in span) for span in self.spans)
 
 
@@ -116,10 +119,15 @@ Choice = Callable[[int, "PipelineClock"], Action | None]
 
 
 def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Cores | None = None) -> PipelineTimeline:
-    """The timeline of a plan that `check` has passed: each rank does what is next as soon as its input is there.
+    """The timeline of a plan that passes `check`: each rank runs its next action as soon as its input has arrived.
 
-    network: of the plan's ranks; None: messages take no time. cores: that they share; None: each has its own. A message
-    leaves when its action ends, beside all computing. Raises ConfigError for costs or a network of another size.
+    A message is sent when its action ends, and travels while ranks compute.
+
+    Args:
+        network: of the plan's ranks; None: messages take no time.
+        cores: shared by the ranks; None: each has its own.
+
+    Raises ConfigError for costs or a network of another size.
     """
     places = [0] * plan.num_ranks
 
@@ -177,11 +185,11 @@ class PipelineClock:
         self._link_bytes: dict[tuple[int, int], float] = {}
 
     def can_start(self, action: Action) -> bool:
-        """Whether all that an action needs is at its rank."""
+        """Whether everything that an action needs is on its rank."""
         return all(need in self.done for need in self.routes.needs(action))
 
     def run(self, choose: Choice, recomputed: set[Visit]) -> PipelineTimeline:
-        """Let each rank that is free do what `choose` says, until nothing is left to wait for."""
+        """Let each free rank run the action that `choose` returns, until nothing is left."""
         while True:
             for rank in sorted(self.free):
                 action = choose(rank, self)

@@ -1,4 +1,4 @@
-"""SkipPipe: each micro-batch visits some of the stages, on a path that keeps clear of slow links and of others.
+"""SkipPipe: each micro-batch visits some of the stages, on a path that avoids slow links and other micro-batches.
 
 Source: "SkipPipe: Partial and Reordered Pipelining Framework for Training LLMs in Heterogeneous Networks" (2025),
 sections 3 and 4.
@@ -24,7 +24,7 @@ REPLAYED = 16
 
 
 def path_length(num_stages: int, skip: float) -> int:
-    """How many stages a path visits, the first included. Raises ConfigError for a share that leaves no choice."""
+    """Number of stages that a path visits, the first included. Raises ConfigError for a share that leaves no choice."""
     if not 0 <= skip < 1:
         raise ConfigError(f"skip {skip:g}: must be at least 0 and below 1; nearest: {0 if skip < 0 else 0.33}")
     length = round(num_stages * (1 - skip))
@@ -35,18 +35,18 @@ def path_length(num_stages: int, skip: float) -> int:
 
 
 def waves(paths: Sequence[Sequence[int]], num_micro_batches: int) -> list[tuple[int, ...]]:
-    """The path of each micro-batch: all of them in turn."""
+    """The path of each micro-batch: all paths in turn."""
     return [tuple(paths[number % len(paths)]) for number in range(num_micro_batches)]
 
 
 def full_paths(ground: Ground, num_paths: int) -> list[tuple[int, ...]]:
-    """Paths through all stages in order, over the nodes of each in turn: the pipeline without skipping."""
+    """Paths through all stages in order, over the nodes of each in turn: a pipeline without skipping."""
     nodes = [[node for node, at in enumerate(ground.stages) if at == stage] for stage in range(ground.num_stages)]
     return [tuple(each[number % len(each)] for each in nodes) for number in range(num_paths)]
 
 
 def random_paths(ground: Ground, num_paths: int, length: int, seed: int) -> list[tuple[int, ...]]:
-    """Full paths without stages that are drawn: what a plan has to be better than."""
+    """Full paths from which random stages are removed: the baseline for planned paths."""
     draws = random.Random(seed)
     found = []
     for path in full_paths(ground, num_paths):
@@ -58,7 +58,7 @@ def random_paths(ground: Ground, num_paths: int, length: int, seed: int) -> list
 
 
 def spread(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The same paths of each start, those that are equal as far apart as can be."""
+    """The same paths of each start, with equal ones as far apart as possible."""
     numbered = [(paths[:number].count(path), path) for number, path in enumerate(paths)]
     by_start = {
         start: sorted(each for each in numbered if each[1][0] == start) for start in {path[0] for path in paths}
@@ -67,9 +67,9 @@ def spread(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def planned_paths(ground: Ground, num_paths: int, length: int, num_micro_batches: int) -> list[tuple[int, ...]]:
-    """The paths of a step's micro-batches: of those that the search finds, the fastest in `simulate`.
+    """The paths of a step's micro-batches: among those that the search finds, the fastest in `simulate`.
 
-    num_paths: that are planned together, the starts in turn; a step repeats them.
+    num_paths: number of paths planned together, with the starts in turn; a step repeats them.
     """
     replayed = max(2 * num_paths, min(num_micro_batches, 4 * num_paths))
     found: list[Sequence[tuple[int, ...]]] = list(islice(found_paths(ground, num_paths, length), REPLAYED))
@@ -87,11 +87,11 @@ def skipping(
     num_stages: int, num_micro_batches: int, skip: float, costs: Costs | None = None, network: Network | None = None,
     in_flight: int | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of a pipeline of one rank a stage in which each micro-batch skips a share of the stages.
+    """The plan of a pipeline with one rank per stage, in which each micro-batch skips a share of the stages.
 
-    Chunk s is stage s on rank s, chunk `num_stages` the head on rank 0: micro-batches come back to it. costs: of these
-    chunks. What is measured fits paths and orders; the same numbers give the same plan. skip=0: all stages in order.
-    Raises ConfigError for a share or a number of stages that leaves no path.
+    Chunk s is stage s on rank s; chunk `num_stages` is the head on rank 0, to which micro-batches return. Paths and
+    orders are fitted to `costs`, of these chunks, and `network`; the same numbers give the same plan. skip=0: all
+    stages in order. Raises ConfigError for a share or a number of stages that leaves no path.
     """
     length = path_length(num_stages, skip)
     given = costs or Costs.even(num_stages + 1)

@@ -11,7 +11,7 @@ from thinwire.methods.pipeline.simulate import Costs
 
 
 def swapped_paths(stages: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Of odd micro-batches the first two of chunks 1 to `stages`, and the last two, in the other order.
+    """Paths in which odd micro-batches swap the first two, and the last two, of chunks 1 to `stages`.
 
     Chunk 0 is the embedding, chunk stages + 1 the head. Source: CheckFree+, section on out-of-order training.
     """
@@ -24,7 +24,7 @@ def swapping(stages: int, micro_batches: int, in_flight: int | None = None) -> P
     """The plan of such a step, for equal stages and free links, so that the same seed gives the same bits.
 
     The embedding is on the first rank and the head on the last, beside their stages. Raises ConfigError for a single
-    micro-batch, and where so few in flight would wait for each other for ever.
+    micro-batch, and if in_flight is so small that ranks would wait for each other for ever.
     """
     if micro_batches < 2:
         raise ConfigError("recover 'swap' with 1 micro-batch: every other one is swapped; nearest: 2 micro-batches")

@@ -45,7 +45,7 @@ def v_half(num_ranks: int, num_micro_batches: int, barriers: int = 0) -> Plan:
 
 
 def _block(num_ranks: int, interval: int, barriers: int) -> list[Starts]:
-    """When each rank starts each pass of micro-batch 0: the turns of the V as early as no unit is taken twice."""
+    """When each rank starts each pass of micro-batch 0: the turns of the V, as early as possible without overlap."""
     last, (down, up) = num_ranks - 1, STEPS[interval]
     for turns in sorted(product(range(1, interval + 1), repeat=3), key=sum):
         ranks: list[Starts] = []
@@ -69,7 +69,7 @@ def _block(num_ranks: int, interval: int, barriers: int) -> list[Starts]:
 
 
 def _add_spread(ranks: list[Starts], interval: int) -> None:
-    """The passes of head and embedding: S as soon as it can, T when all S are done."""
+    """Add the passes of head and embedding: S as early as possible, T after all S."""
     last_chunk = 2 * len(ranks) - 1
     for rank, starts in enumerate(ranks):
         starts[SCORE, rank] = _free(starts, ranks[0][FORWARD, last_chunk] + 1, interval)
@@ -82,7 +82,7 @@ def _add_spread(ranks: list[Starts], interval: int) -> None:
 
 
 def _free(starts: Starts, start: float, interval: int) -> float:
-    """The first unit from `start` on that none of a rank's passes has."""
+    """The first unit from `start` on in which none of a rank's passes runs."""
     taken = {each % interval for each in starts.values()}
     while start % interval in taken:
         start += 1

@@ -27,7 +27,7 @@ def padded_rows(vocab_size: int, num_ranks: int) -> int:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What softmax and loss are computed in."""
+    """The dtype in which softmax and loss are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -64,11 +64,14 @@ class Own:
 
 @dataclass(frozen=True)
 class Scores:
-    """What S leaves on a rank, of N tokens.
+    """The result of S on a rank, for N tokens.
 
-    probabilities: [N, V/p], softmax over the rank's own rows. told: [3, N]: the largest of its logits, the sum of
-    exp(logit - largest), and the target's logit, 0 where the target is another rank's. With one barrier also expected:
-    [N, h], probabilities times weights, and aimed: [N, h], the target's weights or 0.
+    Attributes:
+        probabilities: [N, V/p], softmax over the rank's own rows.
+        told: [3, N]: the largest of its logits, the sum of exp(logit - largest), and the target's logit (0 if another
+            rank has the target's row).
+        expected: with one barrier, [N, h]: probabilities times weights.
+        aimed: with one barrier, [N, h]: the target's weights or 0.
     """
 
     probabilities: Tensor
@@ -86,7 +89,11 @@ def logits_of(x: Tensor, weight: Tensor, own: Own) -> Tensor:
 
 
 def scores(x: Tensor, weight: Tensor, targets: Tensor, own: Own, *, barriers: int) -> Scores:
-    """S: this rank's part of the softmax; with one barrier both parts of the gradient of X, too. targets: [N]."""
+    """Action S: this rank's part of the softmax; with one barrier also both parts of the gradient of X.
+
+    Shape:
+        x: [N, h]. weight: [V/p, h]. targets: int64 [N].
+    """
     logits = logits_of(x, weight, own)
     rows, here = own.local(targets)
     largest = logits.amax(1)
@@ -105,7 +112,10 @@ def scores(x: Tensor, weight: Tensor, targets: Tensor, own: Own, *, barriers: in
 
 @dataclass(frozen=True)
 class SoftmaxShare:
-    """What C gives a rank: loss [N]; share [N], its part of Z; part [N, h], with one barrier, of the gradient of X."""
+    """The result of C on a rank: loss [N]; share [N], its part of Z.
+
+    Part [N, h], with one barrier, of the gradient of X.
+    """
 
     loss: Tensor
     share: Tensor
@@ -113,10 +123,13 @@ class SoftmaxShare:
 
 
 def agree(found: Scores, told: Tensor, rank: int, token_gradients: Tensor) -> SoftmaxShare:
-    """C, for one rank; told: [p, 3, N], of all ranks; token_gradients: [N], of the whole loss by each token's.
+    """Action C, on one rank.
 
     m = max_i m_i; c_i = z_i exp(m_i - m); Z = sum_i c_i; loss = log Z + m - target logit; and with one barrier the
     rank's part of dX, (c_i / Z) A_i - B_i times token_gradients. The sum over ranks is dX.
+
+    Shape:
+        told: [p, 3, N], of all ranks. token_gradients: [N], gradient of the whole loss by each token's loss.
     """
     largest, total, target = told.unbind(1)
     most = largest.amax(0)
@@ -132,10 +145,14 @@ def gradients(
     x: Tensor, weight: Tensor, targets: Tensor, own: Own, found: Scores, agreed: SoftmaxShare,
     token_gradients: Tensor, *, barriers: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """T: the gradient of this rank's weights, and with two barriers its part of that of X. Uses up `found`.
+    """Action T: the gradient of this rank's weights, and with two barriers its part of that of X. Uses up `found`.
 
-    Q_i = P_i c_i / Z; dW_i = (Q_i - G_i)^T X; dX_i = (Q_i - G_i) W_i; both times token_gradients [N]. With one barrier
-    it is needed by nobody before the step, so T may be done at any time.
+    Q_i = P_i c_i / Z; dW_i = (Q_i - G_i)^T X; dX_i = (Q_i - G_i) W_i; both times token_gradients. With one barrier
+    nothing needs the result before the step, so T may run at any time.
+
+    Shape:
+        x: [N, h]. weight: [V/p, h]. targets: int64 [N]. token_gradients: [N].
+        results: [V/p, h]; [N, h] with two barriers, else None.
     """
     rows, here = own.local(targets)
     errors = found.probabilities.mul_(agreed.share[:, None])
@@ -145,5 +162,5 @@ def gradients(
 
 
 def embedded_gradient(gradient: Tensor, tokens: Tensor, own: Own) -> Tensor:
-    """[V/p, h]: what each row here gets of the gradient [n, h] of the embedding of n tokens, which are all here."""
+    """[V/p, h]: each row's part of the gradient [n, h] of the embedding of n tokens, which are all here."""
     return gradient.new_zeros(own.size, gradient.shape[1]).index_add_(0, tokens - own.first, gradient)

@@ -1,4 +1,4 @@
-"""What sequence parallelism is asked for: the ranks of a sequence, the attention, the codecs of both directions."""
+"""Options of sequence parallelism: the ranks of a sequence, the attention, the codecs of both directions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from thinwire.methods.sequence.layout import AUTO, SequenceLayout
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """The tokens of a sequence over neighbouring ranks with the same weights, which exchange heads, or keys and values.
+    """Splits the tokens of a sequence over neighbouring ranks, which exchange heads, or keys and values.
 
-    Raises ConfigError for values that can't work.
+    All of these ranks have the same weights. Raises ConfigError for values that can't work.
     """
 
     parallel: int = 1
     """Ranks that share a sequence."""
     method: str = AUTO
-    """ulysses: exchange heads; ring: pass keys and values on; both, such as ulysses=2,ring=2; or auto: what takes the
+    """ulysses: exchange heads; ring: pass keys and values on; both, such as ulysses=2,ring=2; or auto: the one with the
     fewest seconds on the links."""
     activations: str = FP32
     """Codec of queries, keys, values and outputs, such as bf16 or int8/64:nearest; fp32: as they are. It must round the

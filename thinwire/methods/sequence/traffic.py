@@ -1,4 +1,4 @@
-"""What each attention sends, and which of them takes the fewest seconds on given links."""
+"""The bytes of each attention, and which attention takes the fewest seconds on given links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's attention. tokens: of the whole sequence times the sequences. itemsize: bytes of an exact element."""
+    """One layer's attention. tokens: length of the whole sequence times number of sequences.
+
+    itemsize: bytes of an exact
+    element.
+    """
 
     heads: int
     kv_heads: int
@@ -29,7 +33,7 @@ class Shape:
     itemsize: int = 4
 
     def bytes_of(self, rows: int, codec: Codec | None) -> int:
-        """Bytes of so many rows of a head's width in one message."""
+        """Bytes of `rows` rows of a head's width in one message."""
         numel = rows * self.head_size
         return numel * self.itemsize if codec is None else codec.packet_bytes(numel)
 
@@ -39,9 +43,9 @@ def sent(
 ) -> dict[Pair, int]:
     """Bytes from rank to rank for one layer, forward and backward.
 
-    Exchanging heads, a rank sends (P-1)/P (2 h + 2 h_kv) d N/P elements forward and as many backward, where ranks do
-    not share key heads; passing keys and values on, (P-1) 2 h_kv d N/P forward, and as many twice backward: they travel
-    again, and their gradients go home.
+    If ranks exchange heads, a rank sends (P-1)/P (2 h + 2 h_kv) d N/P elements forward and as many backward, unless
+    ranks share key heads. If keys and values are passed on, it sends (P-1) 2 h_kv d N/P forward, and twice that
+    backward: they travel again, and their gradients return.
     Source: Jacobs et al., "DeepSpeed Ulysses" (2023), section 3; Liu et al., "Ring Attention" (2023).
     """
     found: dict[Pair, int] = defaultdict(int)
@@ -75,7 +79,7 @@ def most_sent(layout: SequenceLayout, shape: Shape, options: SequenceParallel) -
 
 
 def link_seconds(layout: SequenceLayout, sent_bytes: dict[Pair, int], network: Network) -> float:
-    """Seconds of one layer where links alone take time: that of the fullest link, and the delay of each round."""
+    """Seconds of one layer on the links: those of the busiest link, plus the delay of each round."""
     ports: dict[object, float] = defaultdict(float)
     rates = network.port_rates()
     slowest = 0.0
@@ -89,12 +93,12 @@ def link_seconds(layout: SequenceLayout, sent_bytes: dict[Pair, int], network: N
 
 
 def assumed(ranks: int, local_size: int) -> Network:
-    """Links that nobody has measured; see RATE. local_size: ranks of a node, among those of a sequence."""
+    """Links with assumed rates, see RATE. local_size: ranks per node, among those of a sequence."""
     return Network.even(ranks, RATE, DELAY_S, local_size=local_size, local_rate=LOCAL_RATE)
 
 
 def candidates(shape: Shape, ranks: int, local_size: int) -> list[SequenceLayout]:
-    """Layouts in which each rank has a head, and whose groups fill nodes or lie inside of one."""
+    """Layouts in which each rank has a head, and whose groups fill nodes or lie inside one."""
     return [
         each
         for each in layouts(ranks)
@@ -105,9 +109,9 @@ def candidates(shape: Shape, ranks: int, local_size: int) -> list[SequenceLayout
 def choose_layout(
     options: SequenceParallel, shape: Shape, local_size: int, network: Network | None = None
 ) -> tuple[SequenceLayout, str]:
-    """The layout in effect, and why. Raises ConfigError for a stated one that can't work.
+    """The layout in effect, and why. Raises ConfigError for a stated layout that can't work.
 
-    local_size: ranks of a node, among those of a sequence. network: what the ranks of a sequence can send each other.
+    local_size: ranks per node, among those of a sequence. network: between the ranks of a sequence.
     """
     ranks, codecs = options.parallel, (options.codec("activations"), options.codec("gradients"))
     if options.method != AUTO:

@@ -1,3 +1,4 @@
+# ruff: noqa: E402  (the collector is turned off before anything is loaded)
 """What ranks and commands of tests would each load, compile or parse, in the memory of the server that forks them.
 
 See `workers`.

@@ -2,7 +2,7 @@
 from typing import Any
 
 from thinwire.adapters import attach as attach
-from thinwire.calibration import calibrate as calibrate
+from thinwire.calibration import calibrate as calibrate, measure_links as measure_links
 from thinwire.codecs import (
     Cast as Cast,
     Codec as Codec,

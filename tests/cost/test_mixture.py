@@ -11,7 +11,7 @@ import pytest
 from thinwire.cost import Cores, Drawing, Machine, Network, Work, simulate
 from thinwire.cost.graph import CARRY
 from thinwire.cost.links import Line, Links
-from thinwire.cost.mixture import Chunk, fsmoe_s, pass_graph, passes_s
+from thinwire.cost.mixture import Portion, fsmoe_s, pass_graph, passes_s
 
 INF = float("inf")
 
@@ -83,10 +83,10 @@ def test_cases_by_hand(
     assert fsmoe_s(*times, 4, gradients_s) == expected
 
 
-def layer(chunks: int, num_bytes: float, work_s: float) -> list[Chunk]:
+def layer(chunks: int, num_bytes: float, work_s: float) -> list[Portion]:
     """Two ranks that send each other half of their rows."""
     hop = {(0, 1): num_bytes / chunks, (1, 0): num_bytes / chunks}
-    return [Chunk([hop], [work_s / chunks] * 2, [hop]) for _ in range(chunks)]
+    return [Portion([hop], [work_s / chunks] * 2, [hop]) for _ in range(chunks)]
 
 
 def test_chunks_hide_work_and_cost_latency() -> None:
@@ -103,7 +103,7 @@ def test_chunks_hide_work_and_cost_latency() -> None:
 def test_hops_follow_each_other_and_ranks_of_a_node_share_its_port() -> None:
     links = Links.stated(2.0, 4.0, 0.5, local_size=2)
     inside, across = {(0, 1): 4.0, (2, 3): 4.0}, {(1, 3): 4.0, (0, 2): 4.0, (1, 1): 9.0}
-    graph = pass_graph(4, [Chunk([inside, across], [0.0] * 4, [])], is_told=False)
+    graph = pass_graph(4, [Portion([inside, across], [0.0] * 4, [])], is_told=False)
     # 1 s inside for rank 1; rank 0 has the port alone until then.
     assert simulate(graph, links.machine((0, 0, 1, 1))).makespan_s == pytest.approx(1 + 3 + 0.5)
     assert Counter(task.rank for task in graph.tasks) == {0: 2, 1: 1, 2: 1}

@@ -18,6 +18,7 @@ SMALL = (
     "--moe.num-hidden-layers", "2", "--moe.router-aux-loss-coef", "0", "--dtype", "fp32", "--eval-sequences", "4",
     "--sample-tokens", "8", "--timeout", "60", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
+OPEN = "--experts.move auto --experts.route auto --experts.chunks auto"
 TIGHT = "--moe.capacity-factor 0.75 --moe.batch-priority True"
 LOSSY = (
     "--strategy sdp4bit --experts.parallel 2 --experts.dispatch int8 --experts.combine int8/64:nearest "
@@ -32,9 +33,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     rows: list[tuple[str, int, str, str]] = [
         ("alone", 1, "--strategy zero", ""),
         ("four", 4, f"--strategy zero --mesh data=2,expert=2 --experts.slices 2 {stop}", ""),
-        ("whole", 2, "--strategy zero --mesh data=1,expert=2 --experts.slices 1 --experts.move experts", "four"),
+        ("whole", 2, f"--strategy zero --mesh data=1,expert=2 --experts.slices 1 {OPEN}", "four"),
         ("one", 1, "--strategy zero --mesh data=1", "four"),
-        ("found", 4, "--strategy zero --sequence.parallel 2 --experts.parallel auto --stop-at 1", ""),
+        ("found", 4, f"--strategy zero --sequence.parallel 2 --experts.parallel auto --stop-at 1", ""),
         ("tight", 2, f"--strategy zero --experts.parallel 2 --experts.chunks 3 {TIGHT} {stop}", ""),
         ("lossy", 2, LOSSY, ""),
         ("lossy-part", 2, f"{LOSSY} {stop}", ""),
@@ -56,7 +57,12 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
         assert run["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
         assert "resume proven" in run["printed"] and "within 1e-05" in run["printed"]
     assert "2 ranks a sequence" in runs["found"]["printed"]
-    assert re.search(r"--experts.parallel auto: (1|2) \(seconds of a step on the links: ", runs["found"]["printed"])
+    found = r"--experts.parallel auto: (1|2) \(seconds of a step's links and experts: "
+    assert re.search(found, runs["found"]["printed"])
+    way = rf"{OPEN}: (tokens|experts), linear, \d+ chunks? \(a simulated layer, forward and backward: "
+    assert re.search(way, runs["whole"]["printed"])
+    kept = (runs["whole"]["folder"] / "config.toml").read_text().partition("[experts]")[2]
+    assert "chunks = " in kept and "auto" not in kept
     assert runs["found"]["losses"] == pytest.approx(alone["losses"][:1], rel=1e-5)
     assert "in slices of 1/2" in runs["four"]["printed"] and "4 of 8 experts a rank (no" in runs["whole"]["printed"]
     # What `zero` would send for the whole model, whatever is sent.

@@ -14,7 +14,7 @@ Hop = Mapping[tuple[int, int], float]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Portion:
     """Rows that travel together. there, back: their hops to the experts and home; work_s: of each rank between them."""
 
     there: Sequence[Hop]
@@ -22,7 +22,7 @@ class Chunk:
     back: Sequence[Hop]
 
 
-def pass_graph(num_ranks: int, chunks: Sequence[Chunk], *, is_told: bool) -> StepGraph:
+def pass_graph(num_ranks: int, chunks: Sequence[Portion], *, is_told: bool) -> StepGraph:
     """One pass through a layer on all ranks, whose chunks follow each other.
 
     is_told: the first chunk tells how many rows come, and the others leave when it is there.
@@ -53,7 +53,7 @@ def _travel(drawing: Drawing, hops: Sequence[Hop], ready: Sequence[tuple[int, ..
     return found
 
 
-def passes_s(nodes: Sequence[int], forward: Sequence[Chunk], backward: Sequence[Chunk], links: Links) -> float:
+def passes_s(nodes: Sequence[int], forward: Sequence[Portion], backward: Sequence[Portion], links: Links) -> float:
     """Seconds of the simulated forward and backward of a layer on the ranks of these nodes."""
     machine = links.machine(nodes)
     graphs = pass_graph(len(nodes), forward, is_told=True), pass_graph(len(nodes), backward, is_told=False)

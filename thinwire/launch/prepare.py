@@ -250,7 +250,7 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
         return
     if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands or config.chooses_stages:
         problems.messages.append("experts beside islands, stages or a tensor axis: not supported; nearest: data alone")
-    if config.chooses_experts and config.mesh is not None:
+    if config.finds_expert_ranks and config.mesh is not None:
         problems.messages.append("--experts.parallel auto finds the expert axis: leave --mesh out")
     problems.note(check_experts, model, run.experts, shape.world_size)
     with problems.collect():
@@ -476,7 +476,7 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
     rows += [(f"dtype {asked.dtype}", dtype, reason)]
     late = {
         f"--strategy {asked.strategy}": asked.is_planned_late, f"--stages {asked.stages}": asked.chooses_stages,
-        "--experts.parallel auto": asked.chooses_experts,
+        "--experts.* auto": asked.chooses_experts,
     }  # fmt: skip
     if asked.dry_run and (what := next((what for what, is_late in late.items() if is_late), None)):
         rows.append((what, "chosen when all ranks have met", "they measure themselves and links"))

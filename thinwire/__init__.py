@@ -54,6 +54,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.optim": ("Apollo", "ApolloMini", "DGCSGD", "DionOptimizer", "LANS", "Muon", "OneBitAdamW"),
     "thinwire.placement": ("Placed", "Placement", "place"),
     "thinwire.planner.plan": ("plan",),
+    "thinwire.pruning.folder": ("unpack",),
     "thinwire.pruning.prune": ("Pruned", "prune"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
 }  # fmt: skip

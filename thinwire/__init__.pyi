@@ -80,6 +80,7 @@ from thinwire.optim import (
 )
 from thinwire.placement import Placed as Placed, Placement as Placement, place as place
 from thinwire.planner.plan import plan as plan
+from thinwire.pruning.folder import unpack as unpack
 from thinwire.pruning.prune import Pruned as Pruned, prune as prune
 from thinwire.state.watchdog import DeadGradientError as DeadGradientError
 

@@ -28,9 +28,9 @@ def measured(rank: int, world_size: int) -> Links:
             now[0] += (1 + 0.01 * rank) * (DELAYS[exchange.level] + received / RATES[exchange.level])
         yield from finish(exchange)
 
-    Exchange.finish = late  # type: ignore[method-assign]
+    Exchange.finish = late  # type: ignore[method-assign, assignment]
     levels.LARGEST = 1 << 14
-    levels.perf_counter, levels.REST_S = lambda: now[0], 0.0  # type: ignore[assignment]
+    levels.perf_counter, levels.REST_S = lambda: now[0], 0.0
     comm = Communicator(local_size=2)
     found = levels.measure_links(comm, (2, 16, 8))
     comm.close()

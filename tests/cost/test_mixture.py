@@ -60,7 +60,8 @@ def test_the_degree_of_the_formula_is_near_the_best_of_separate_streams() -> Non
         alphas = [draw.uniform(0, 0.2) for _ in range(3)]
         cut = {n: [alpha + work / n for alpha, work in zip(alphas, works, strict=True)] for n in degrees}
         of_chunk = {n: (each[0], each[1], each[1], each[2]) for n, each in cut.items()}
-        chosen = min(degrees, key=lambda n, cut=of_chunk: fsmoe_s(*cut[n], n)[0])
+        formula = {n: fsmoe_s(*of_chunk[n], n)[0] for n in degrees}
+        chosen = min(formula, key=formula.__getitem__)
         seconds = {n: streams_s(of_chunk[n], n) for n in degrees}
         assert seconds[chosen] <= 1.2 * min(seconds.values())
         near += seconds[chosen] <= 1.05 * min(seconds.values())

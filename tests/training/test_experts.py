@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         ("four", 4, f"--strategy zero --mesh data=2,expert=2 --experts.slices 2 {stop}", ""),
         ("whole", 2, f"--strategy zero --mesh data=1,expert=2 --experts.slices 1 {OPEN}", "four"),
         ("one", 1, "--strategy zero --mesh data=1", "four"),
-        ("found", 4, f"--strategy zero --sequence.parallel 2 --experts.parallel auto --stop-at 1", ""),
+        ("found", 4, "--strategy zero --sequence.parallel 2 --experts.parallel auto --stop-at 1", ""),
         ("tight", 2, f"--strategy zero --experts.parallel 2 --experts.chunks 3 {TIGHT} {stop}", ""),
         ("lossy", 2, LOSSY, ""),
         ("lossy-part", 2, f"{LOSSY} {stop}", ""),

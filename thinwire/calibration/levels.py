@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -94,7 +95,7 @@ def _product(comm: Communicator, experts: tuple[int, int, int]) -> Line:
             swiglu(torch.ones(num_rows, hidden), torch.tensor([num_rows // num] * num), weights)
 
     comm.barrier()
-    short_s, long_s = _slowest(comm, *(seconds_of(lambda n=n: forward(n), PRODUCT_S) for n in NUM_ROWS))
+    short_s, long_s = _slowest(comm, *(seconds_of(partial(forward, n), PRODUCT_S) for n in NUM_ROWS))
     short, long = (6 * inner * hidden * (rows // num * num) for rows in NUM_ROWS)
     # Noise must not make an operation free, nor a call.
     beta_s = max(long_s - short_s, long_s / 2) / (long - short)

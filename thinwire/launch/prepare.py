@@ -40,7 +40,7 @@ from thinwire.methods.sequence import Shape, check_strategy, choose_layout
 from thinwire.models import build_model, build_skeleton
 from thinwire.models.distil import check_alike
 from thinwire.models.hf import check_hf, look_into
-from thinwire.models.kept import MASKS
+from thinwire.models.kept import is_pruned
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES, check_axes
 from thinwire.models.tensor import check_cut
@@ -457,8 +457,8 @@ def model_rows(config: TrainConfig) -> list[Row]:
     folder = Path(config.model.removeprefix("hf:")).expanduser()
     if look_into(folder):
         rows = [(f"--model {config.model}", "starts from the folder's weights", "")]
-        if (folder / MASKS).is_file():
-            rows.append((f"--model {config.model}", "trains the kept values alone", f"the folder holds {MASKS}"))
+        if is_pruned(folder):
+            rows.append((f"--model {config.model}", "trains the kept values alone", "the folder says which are kept"))
         return rows
     return [(f"--model {config.model}", "starts at random", "the folder holds no .safetensors file")]
 

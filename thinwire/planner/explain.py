@@ -266,8 +266,8 @@ def found_experts(
         raise ConfigError("--experts.parallel auto finds the expert axis: leave --mesh and --stages out")
     strategies = [strategy_of(name, config) for name in names]
     strategy = next(filter(averages_apart, strategies), strategies[0])
-    rates = (usual if each is None else each / 8 for each, usual in ((rate, RATE), (local_rate, LOCAL_RATE)))
-    links = Links.stated(*rates, DELAY_S, config.local_size)
+    inter, intra = (usual if each is None else each / 8 for each, usual in ((rate, RATE), (local_rate, LOCAL_RATE)))
+    links = Links.stated(inter, intra, DELAY_S, config.local_size)
     shape = None if finds_ranks else mesh_of(config)
     if shape is not None and shape.expert == 1:
         return config, []

@@ -68,7 +68,7 @@ class ExpertParallel:
             for name in ("parallel", "slices"):
                 if getattr(self, name) != "auto" and getattr(self, name) < 1:
                     raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
-            if self.chunks != AUTO and not 1 <= self.chunks <= MOST_CHUNKS:
+            if not isinstance(self.chunks, str) and not 1 <= self.chunks <= MOST_CHUNKS:
                 near = min(max(self.chunks, 1), MOST_CHUNKS)
                 raise ConfigError(f"chunks {self.chunks}: must be 1 to {MOST_CHUNKS}; nearest: {near}")
         problems.messages += self._unfit()

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 # Classes of strategies are found by their rows in `thinwire.registry`.
 _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.adapters": ("attach",),
-    "thinwire.calibration": ("calibrate",),
+    "thinwire.calibration": ("calibrate", "measure_links"),
     "thinwire.codecs": (
         "Cast", "Codec", "CountSketch", "GaussianSketch", "Hadamard", "Identity", "Integer", "Natural", "RandomK",
         "Sign", "Threshold", "TopK", "Twice", "Zstd",
@@ -54,6 +54,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.optim": ("Apollo", "ApolloMini", "DGCSGD", "DionOptimizer", "LANS", "Muon", "OneBitAdamW"),
     "thinwire.placement": ("Placed", "Placement", "place"),
     "thinwire.planner.plan": ("plan",),
+    "thinwire.pruning.folder": ("unpack",),
     "thinwire.pruning.prune": ("Pruned", "prune"),
     "thinwire.registry": ("STRATEGIES", "strategy_named"),
 }  # fmt: skip

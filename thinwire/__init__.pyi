@@ -2,7 +2,7 @@
 from typing import Any
 
 from thinwire.adapters import attach as attach
-from thinwire.calibration import calibrate as calibrate
+from thinwire.calibration import calibrate as calibrate, measure_links as measure_links
 from thinwire.codecs import (
     Cast as Cast,
     Codec as Codec,
@@ -80,6 +80,7 @@ from thinwire.optim import (
 )
 from thinwire.placement import Placed as Placed, Placement as Placement, place as place
 from thinwire.planner.plan import plan as plan
+from thinwire.pruning.folder import unpack as unpack
 from thinwire.pruning.prune import Pruned as Pruned, prune as prune
 from thinwire.state.watchdog import DeadGradientError as DeadGradientError
 

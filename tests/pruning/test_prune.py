@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import thinwire
@@ -165,6 +166,34 @@ def mixtral_folder(folder: Path) -> MoELlama:
     return ours
 
 
+def check_packed(command: list[str], folder: Path, model: nn.Module) -> None:
+    """`--packed` keeps the same weights in bf16, in as many bytes as stated, and gives them back."""
+    packed, whole_again = folder / "packed", folder / "again"
+    assert cli.run([*command, "--out", str(packed), "--packed"]) == 0
+    built, expected = build_model(f"hf:{packed}", 256, 32), dict(model.named_parameters())
+    assert built.state_dict().keys() == model.state_dict().keys()
+    for name, param in built.named_parameters():
+        assert torch.equal(param, expected[name].bfloat16().float()), name
+    skeleton = build_skeleton(f"hf:{packed}", 256, 32)
+    assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in expected.items()}
+    kept = sum(p.numel() for name, p in expected.items() if "parametrizations" in name)
+    rest = sum(p.numel() for p in expected.values()) - kept
+    size = (packed / "packed.safetensors").stat().st_size
+    # Of 2 bytes a weight: half of the weights, and a bit for each; the file begins with names and shapes.
+    assert 0 < size - (0.5625 * 2 * 2 * kept + 2 * rest) < 8000
+    with pytest.raises(ConfigError, match=r"packed weights, which only train and generate read; nearest: thinwire.unp"):
+        cli.run(["prune", f"hf:{packed}", "--out", str(folder / "none")])
+    thinwire.unpack(packed, whole_again)
+    again = build_model(f"hf:{whole_again}", 256, 32)
+    assert all(map(torch.equal, again.parameters(), built.parameters()))
+    # A file that misses a tensor, or has another model's.
+    tensors = load_file(packed / "packed.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, packed / "packed.safetensors")
+    with pytest.raises(ConfigError, match=r"is of another model: lm_head\.weight is in one of both alone"):
+        build_model(f"hf:{packed}", 256, 32)
+
+
 def test_a_mixtral_folder_is_pruned_loaded_and_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +205,7 @@ def test_a_mixtral_folder_is_pruned_loaded_and_trained(
     said = capsys.readouterr().out
     assert "50.0 % of the weights in 12 matrices" in said and "held-out loss" in said
     model: Any = build_model(f"hf:{tmp_path / 'sparse'}", 256, 32)
+    check_packed(command, tmp_path, model)
     sizes = [p.numel() for name, p in model.named_parameters() if "parametrizations" in name]
     assert len(sizes) == 12 and sum(sizes) * 2 == sum(
         p.numel() for name, p in ours.named_parameters() if "experts" in name or "self_attn" in name

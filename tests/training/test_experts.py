@@ -18,6 +18,7 @@ SMALL = (
     "--moe.num-hidden-layers", "2", "--moe.router-aux-loss-coef", "0", "--dtype", "fp32", "--eval-sequences", "4",
     "--sample-tokens", "8", "--timeout", "60", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
+OPEN = "--experts.move auto --experts.route auto --experts.chunks auto"
 TIGHT = "--moe.capacity-factor 0.75 --moe.batch-priority True"
 LOSSY = (
     "--strategy sdp4bit --experts.parallel 2 --experts.dispatch int8 --experts.combine int8/64:nearest "
@@ -32,13 +33,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     rows: list[tuple[str, int, str, str]] = [
         ("alone", 1, "--strategy zero", ""),
         ("four", 4, f"--strategy zero --mesh data=2,expert=2 --experts.slices 2 {stop}", ""),
-        ("whole", 2, "--strategy zero --mesh data=1,expert=2 --experts.slices 1 --experts.move experts", "four"),
+        ("whole", 2, f"--strategy zero --mesh data=1,expert=2 --experts.slices 1 {OPEN}", "four"),
         ("one", 1, "--strategy zero --mesh data=1", "four"),
-        ("both", 4, f"--strategy zero --sequence.parallel 2 --experts.parallel 2 {stop}", ""),
         ("found", 4, "--strategy zero --sequence.parallel 2 --experts.parallel auto --stop-at 1", ""),
-        ("of-both", 2, "--strategy zero --sequence.parallel 2 --experts.parallel 1", "both"),
         ("tight", 2, f"--strategy zero --experts.parallel 2 --experts.chunks 3 {TIGHT} {stop}", ""),
-        ("tight-on", 2, "--strategy zero --experts.parallel 2 --experts.chunks 1 " + TIGHT, "tight"),
         ("lossy", 2, LOSSY, ""),
         ("lossy-part", 2, f"{LOSSY} {stop}", ""),
         ("lossy-on", 2, LOSSY, "lossy-part"),
@@ -53,14 +51,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, dict[str, Any]]) -> None:
     alone = runs["alone"]
-    for name in ("whole", "one", "of-both"):
+    for name in ("whole", "one"):
         run = runs[name]
         assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert run["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
         assert "resume proven" in run["printed"] and "within 1e-05" in run["printed"]
-    for told in ("2 ranks a sequence", "experts over 2 ranks", "mesh: data=1,expert=2,sequence=2"):
-        assert told in runs["both"]["printed"]
-    assert re.search(r"--experts.parallel auto: (1|2) \(seconds of a step on the links: ", runs["found"]["printed"])
+    assert "2 ranks a sequence" in runs["found"]["printed"]
+    found = r"--experts.parallel auto: (1|2) \(seconds of a step's links and experts: "
+    assert re.search(found, runs["found"]["printed"])
+    way = rf"{OPEN}: (tokens|experts), linear, \d+ chunks? \(a simulated layer, forward and backward: "
+    assert re.search(way, runs["whole"]["printed"])
+    kept = (runs["whole"]["folder"] / "config.toml").read_text().partition("[experts]")[2]
+    assert "chunks = " in kept and "auto" not in kept
     assert runs["found"]["losses"] == pytest.approx(alone["losses"][:1], rel=1e-5)
     assert "in slices of 1/2" in runs["four"]["printed"] and "4 of 8 experts a rank (no" in runs["whole"]["printed"]
     # What `zero` would send for the whole model, whatever is sent.
@@ -78,12 +80,12 @@ def test_rounded_rows_resume_bit_for_bit_and_are_exact_on_one_process(runs: dict
 
 
 def test_a_capacity_drops_rows_which_the_run_counts(runs: dict[str, dict[str, Any]]) -> None:
-    tight, on = runs["tight"], runs["tight-on"]
+    tight = runs["tight"]
     rows = "capacity_factor 0.75: 8 rows of an expert, of a rank's 44 tokens: those of the highest weights"
-    assert rows in tight["printed"] and "in 3 chunks" in tight["printed"] and "resume proven" in on["printed"]
-    lines = on["steps"].values()
+    assert rows in tight["printed"] and "in 3 chunks" in tight["printed"]
+    lines = tight["steps"].values()
     assert all(0 < line["dropped_rows"] < 0.7 and line["needed_capacity"] > 0.75 for line in lines)
-    assert "Rows of experts" in (on["folder"] / "report.html").read_text()
+    assert "Rows of experts" in (tight["folder"] / "report.html").read_text()
     assert not any(line["dropped_rows"] or line["needed_capacity"] for line in runs["alone"]["steps"].values())
 
 

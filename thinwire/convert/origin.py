@@ -18,6 +18,7 @@ from thinwire.convert.tokenizer import write_tokenizer
 from thinwire.data import Tokenizer, heldout_batches, load_tokenizer, prepare
 from thinwire.errors import ConfigError
 from thinwire.models.hf import HFCausalLM, longest, look_into
+from thinwire.models.kept import PACKED, read_packed
 
 FOLDER = "hf:"
 LONGEST, MICRO_BATCH = 256, 4
@@ -65,6 +66,11 @@ class Folder:
     def __init__(self, path: Path) -> None:
         if not look_into(path):
             raise ConfigError(f"{path} holds no weights: .safetensors files are needed")
+        if (path / PACKED).is_file():
+            raise ConfigError(
+                f"{path} holds packed weights, which only train and generate read; nearest: "
+                f"thinwire.unpack({str(path)!r}, {str(path) + '-whole'!r})"
+            )
         self.path = path
         self.settings: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
         has_own = (path / "tokenizer.json").is_file()
@@ -135,6 +141,10 @@ def load_folder(folder: Path) -> HFCausalLM:
     loader: Any = getattr(transformers, name, None)
     if loader is None:
         raise ConfigError(f"{folder}: transformers {transformers.__version__} has no {name}")
+    if (folder / PACKED).is_file():
+        model = loader(transformers.AutoConfig.from_pretrained(folder, local_files_only=True)).float().eval()
+        read_packed(model, folder)
+        return HFCausalLM(model, longest(model.config) or LONGEST)
     model, odd = load_strictly(loader, folder)
     if odd:
         raise ConfigError(f"{folder}: its weights differ from those that {name} needs: {', '.join(odd)}")

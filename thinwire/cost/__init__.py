@@ -2,6 +2,7 @@
 
 from thinwire.cost.clock import Clock, Cores
 from thinwire.cost.graph import Drawing, GraphJob, Message, StepGraph, Task, Work
+from thinwire.cost.links import Line, Links
 from thinwire.cost.machine import Machine
 from thinwire.cost.network import Network, Traffic
 from thinwire.cost.simulate import Timeline, simulate
@@ -11,6 +12,8 @@ __all__ = [
     "Cores",
     "Drawing",
     "GraphJob",
+    "Line",
+    "Links",
     "Machine",
     "Message",
     "Network",

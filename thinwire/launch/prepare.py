@@ -40,7 +40,7 @@ from thinwire.methods.sequence import Shape, check_strategy, choose_layout
 from thinwire.models import build_model, build_skeleton
 from thinwire.models.distil import check_alike
 from thinwire.models.hf import check_hf, look_into
-from thinwire.models.kept import MASKS
+from thinwire.models.kept import is_pruned
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES, check_axes
 from thinwire.models.tensor import check_cut
@@ -251,7 +251,7 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
         return
     if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands or config.chooses_stages:
         problems.messages.append("experts beside islands, stages or a tensor axis: not supported; nearest: data alone")
-    if config.chooses_experts and config.mesh is not None:
+    if config.finds_expert_ranks and config.mesh is not None:
         problems.messages.append("--experts.parallel auto finds the expert axis: leave --mesh out")
     problems.note(check_experts, model, run.experts, shape.world_size)
     with problems.collect():
@@ -458,8 +458,8 @@ def model_rows(config: TrainConfig) -> list[Row]:
     folder = Path(config.model.removeprefix("hf:")).expanduser()
     if look_into(folder):
         rows = [(f"--model {config.model}", "starts from the folder's weights", "")]
-        if (folder / MASKS).is_file():
-            rows.append((f"--model {config.model}", "trains the kept values alone", f"the folder holds {MASKS}"))
+        if is_pruned(folder):
+            rows.append((f"--model {config.model}", "trains the kept values alone", "the folder says which are kept"))
         return rows
     return [(f"--model {config.model}", "starts at random", "the folder holds no .safetensors file")]
 
@@ -477,7 +477,7 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
     rows += [(f"dtype {asked.dtype}", dtype, reason)]
     late = {
         f"--strategy {asked.strategy}": asked.is_planned_late, f"--stages {asked.stages}": asked.chooses_stages,
-        "--experts.parallel auto": asked.chooses_experts,
+        "--experts.* auto": asked.chooses_experts,
     }  # fmt: skip
     if asked.dry_run and (what := next((what for what, is_late in late.items() if is_late), None)):
         rows.append((what, "chosen when all ranks have met", "they measure themselves and links"))

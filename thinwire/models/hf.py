@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.models.kept import keep_folder
+from thinwire.models.kept import PACKED, keep_folder, read_packed
 from thinwire.models.llama import next_token_loss, with_gradient_of
 
 log = logging.getLogger(__name__)
@@ -165,6 +165,10 @@ def fresh(transformers: Any, config: Any) -> nn.Module:
 def load(transformers: Any, path: Path, config: Any) -> nn.Module:
     """A model with the folder's weights. Missing weights are reported. ConfigError for damaged or unfitting files."""
     try:
+        if (path / PACKED).is_file():
+            model = fresh(transformers, config).float()
+            read_packed(model, path)
+            return model.train()
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             config=config,

@@ -1,4 +1,4 @@
-"""`thinwire train --stages auto`: the ranks measure themselves and their links, and rank 0 searches."""
+"""`--stages auto` and `--experts.* auto`: the ranks measure themselves and their links, and rank 0 searches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
+from thinwire.calibration.levels import EXPERTS as USUAL_EXPERTS, measure_links
 from thinwire.calibration.work import pass_seconds
 from thinwire.collectives import Communicator, Mailbox
 from thinwire.collectives.store_gather import of_all_ranks, told_by_first
+from thinwire.cost.links import ALL_TO_ALL
 from thinwire.data import load_tokenizer
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.models import Llama, build_model, build_skeleton
+from thinwire.models.moe import MoELlama
 from thinwire.options import EXPERTS, model_table
-from thinwire.planner.experts import choose_ranks
+from thinwire.planner.experts import choose_experts as experts_on
 from thinwire.planner.explain import found_stages
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.options import AUTO, ExplainConfig
@@ -31,6 +35,8 @@ from thinwire.table import Row
 
 # Of the model that is timed: its ends weigh about as much as in a stage.
 TIMED_LAYERS = 2
+# Of a mixture's.
+TIMED_EXPERTS = 2
 
 
 def choose_stages(run: Run, device: Device, dtype: str | None) -> tuple[Run, list[Row]]:
@@ -98,42 +104,51 @@ def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, f
 
 
 def choose_experts(run: Run) -> tuple[Run, list[Row]]:
-    """The run with the number of ranks chosen for `--experts.parallel auto`, the same on all ranks; and rows about it.
+    """The run with what the options of experts that say auto take, the same on all ranks; and rows on it.
 
     A collective over the default group. Raises ConfigError on all ranks if no number of ranks can train.
     """
     config = run.config
     if dist.get_rank() == 0:
-        print("--experts.parallel auto: measuring the links ...", flush=True)
+        print(f"--experts.* {AUTO}: measuring the links ...", flush=True)
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
+    tokenizer, table = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "", {})
+    model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
     topology = comm.topology
-    rate, local_rate = slowest_links(comm, config.timeout)
-    told: tuple[str, int, str] = "", 1, ""
+    links = measure_links(comm, sizes_timed(model))
+    comm.close()
+    told: tuple[str, dict[str, Any], list[Row]] = "", {}, []
     if dist.get_rank() == 0:
-        tokenizer, table = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "", {})
-        model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
         batch = derive(config, config.num_shares)
         asked = ExplainConfig(
             nodes=topology.num_nodes, local_size=topology.local_size, model=config.model, seq_len=config.seq_len,
             micro_batches=batch.accumulation, micro_batch=batch.micro_batch, tables=config.tables,
         )  # fmt: skip
+        shape = None if config.finds_expert_ranks else config.mesh_shape
         try:
-            told = "", *choose_ranks(run.strategy, model, asked, rate, local_rate)
+            told = "", *experts_on(run.strategy, model, asked, links, shape)
         except ConfigError as error:
-            told = str(error), 1, ""
-    problem, ranks, why = told_by_first(told, "the ranks of experts")
+            told = str(error), {}, []
+    problem, values, rows = told_by_first(told, "the options of experts")
     if problem:
-        raise ConfigError(f"--experts.parallel {AUTO}: {problem}")
-    tables = {**config.tables, EXPERTS: {**config.tables[EXPERTS], "parallel": ranks}}
-    rates = {"between nodes": rate, "inside a node": local_rate}
-    links = [f"links {where} {8 * each / 1e6:,.0f} Mbit/s" for where, each in rates.items() if each is not None]
-    rows: list[Row] = [
-        (f"--experts.parallel {AUTO}", str(ranks), why),
-        ("measured for it", ", ".join(links) or "no links", "as they are while nothing else is sent"),
+        raise ConfigError(f"--experts.* {AUTO}: {problem}")
+    tables = {**config.tables, EXPERTS: {**config.tables[EXPERTS], **values}}
+    lines = [
+        f"{level} {seconds_text(line.alpha_s)} + {8e-6 / line.beta_s:,.0f} Mbit/s"
+        for (operation, level), line in links.lines.items()
+        if operation == ALL_TO_ALL
     ]
+    rows.append(("measured for it", ", ".join(lines) or "no links", "an all-to-all of all ranks at once, of each rank"))
     made = Run.of(replace(config, tables=tables))
     # Codecs and slices of one rank.
     return made, [*rows, *(row for row in unused_rows(made) if row[0].startswith(f"--{EXPERTS}."))]
+
+
+def sizes_timed(model: nn.Module) -> tuple[int, int, int]:
+    """Of two of a mixture's experts, [experts, inner, hidden]; of usual ones where another model is refused later."""
+    if not isinstance(model, MoELlama):
+        return USUAL_EXPERTS
+    return TIMED_EXPERTS, model.config.intermediate_size, model.config.hidden_size
 
 
 def searched(config: TrainConfig, model: Llama, grid: Grid, memory_bytes: float) -> tuple[dict[str, Any], list[Row]]:

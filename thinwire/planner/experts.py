@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Topology
+from thinwire.cost import Links
 from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.layout.mesh import MeshShape
@@ -18,19 +19,21 @@ from thinwire.methods.experts import (
     ExpertPlacement,
     Rows,
     check_data_method,
+    choose_way,
     facts,
     place_experts,
     sent,
 )
 from thinwire.methods.interface import Method, MethodPlan
-from thinwire.methods.sequence.traffic import LOCAL_RATE, RATE
 from thinwire.models.capacity import check_capacity
 from thinwire.models.moe import Experts, MoELlama
 from thinwire.options import EXPERTS, SEQUENCE
-from thinwire.planner.options import ExplainConfig
+from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.report.units import seconds_text
 from thinwire.table import Row
 
+# Options that may say auto, and ways that the start-up table shows.
+CHOSEN, NUM_SHOWN = ("parallel", "move", "route", "chunks"), 4
 # What the table calls the rows of a layer on their way.
 OPERATION = "tokens to experts"
 Key = TypeVar("Key")
@@ -59,38 +62,66 @@ def with_splits(config: ExplainConfig, shape: MeshShape) -> MeshShape:
     return shape
 
 
-def choose_ranks(
-    strategy: Method,
-    whole: nn.Module,
-    config: ExplainConfig,
-    rate: float | None = None,
-    local_rate: float | None = None,
-) -> tuple[int, str]:
-    """How many ranks should share the experts, and why: the number with the fewest seconds on the links.
+def choose_experts(
+    strategy: Method, whole: nn.Module, config: ExplainConfig, links: Links, shape: MeshShape | None = None
+) -> tuple[dict[str, Any], list[Row]]:
+    """What the options of experts should be where they say auto, and rows on why.
 
-    Weights and gradients of the strategy and the rows of a step are counted: first what a node sends on its link, then
-    what a rank sends inside. config: asks for "auto" ranks. rate: of a node's link; local_rate: of a rank's link
-    inside; bytes per second, by default those of a usual network. Raises ConfigError if no number of ranks can train.
+    The ranks that hold the experts are as many as need the fewest seconds: of the links for the strategy's weights and
+    gradients, and of each layer's simulated forward and backward, by the way that is best with so many. The router is
+    even.
+
+    Args:
+        shape: of a mesh that states these ranks; None: all numbers of them are tried.
+
+    Raises ConfigError where no number of ranks can train, or no way has a use for all that is stated.
     """
-    stated = {**config.tables.get(EXPERTS, {})}
+    world, stated = MeshShape({"data": config.nodes * config.local_size}), config.tables.get(EXPERTS, {})
     seconds: dict[int, float] = {}
+    ways: dict[int, dict[ExpertParallel, float]] = {}
     refused = ""
-    for ranks in range(1, config.nodes * config.local_size + 1):
+    for ranks in range(1, world.world_size + 1) if shape is None else [shape.expert]:
         one = replace(config, tables={**config.tables, EXPERTS: {**stated, "parallel": ranks}})
         try:
-            shape = with_splits(one, MeshShape({"data": config.nodes * config.local_size}))
-            plan = expert_plan(strategy, whole, one, shape)
+            on = shape or with_splits(one, world)
+            seconds[ranks], ways[ranks] = step_seconds(strategy, whole, one, on, links)
         except ConfigError as error:
             refused = refused or str(error)
-            continue
-        crossing, inside = config.local_size * plan.sent_on("inter"), plan.sent_on("intra") + plan.sent_on("pair")
-        seconds[ranks] = crossing / (rate or RATE) + inside / (local_rate or LOCAL_RATE)
     if not seconds:
         raise ConfigError(refused)
     best = min(seconds, key=lambda ranks: (seconds[ranks], ranks))
-    shown = ", ".join(f"{seconds_text(each)} with {ranks}" for ranks, each in seconds.items())
-    of = "" if rate or local_rate else ", of usual rates"
-    return best, f"seconds of a step on the links{of}: {shown}"
+    way = next(iter(ways[best]))
+    found = {name: getattr(way, name) for name in CHOSEN if stated.get(name) == AUTO}
+    rows: list[Row] = []
+    if shape is None:
+        shown = ", ".join(f"{seconds_text(each)} with {ranks}" for ranks, each in seconds.items())
+        rows.append((f"--experts.parallel {AUTO}", str(best), f"seconds of a step's links and experts: {shown}"))
+    if others := [name for name in found if name != "parallel"]:
+        asked = " ".join(f"--experts.{name} {AUTO}" for name in others)
+        shown = ", ".join(f"{seconds_text(each)} by {way_text(one)}" for one, each in [*ways[best].items()][:NUM_SHOWN])
+        rows.append((asked, way_text(way), f"a simulated layer, forward and backward: {shown}"))
+    return found, rows
+
+
+def way_text(way: ExpertParallel) -> str:
+    """What travels, how, in how many chunks."""
+    return f"{way.move}, {way.route}, {way.chunks} chunk{'s' if way.num_chunks > 1 else ''}"
+
+
+def step_seconds(
+    strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape, links: Links
+) -> tuple[float, dict[ExpertParallel, float]]:
+    """Seconds of what a step sends, and of its experts by the best way; and those of one layer by each way."""
+    model, placement = placed(whole, config, shape)
+    numel = 3 * model.config.hidden_size * model.config.intermediate_size * placement.experts // placement.ranks
+    rows, of_node = rows_of(model, placement, config, shape), local_size(config, shape)
+    options = options_of(config, shape, model.config.hidden_size)
+    ways = choose_way(options, placement, rows, numel, of_node, links)
+    way = next(iter(ways))
+    table = {**config.tables[EXPERTS], **{name: getattr(way, name) for name in CHOSEN}}
+    plan = expert_plan(strategy, whole, replace(config, tables={**config.tables, EXPERTS: table}), shape)
+    others = {key: num_bytes for key, num_bytes in plan.sent.items() if key[0] != OPERATION}
+    return links.seconds(others) + model.config.num_hidden_layers * config.passes * ways[way], ways
 
 
 def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[MoELlama, ExpertPlacement]:

@@ -12,6 +12,7 @@ from torch import nn
 from thinwire.calibration import matrix_flops
 from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
+from thinwire.cost import Links
 from thinwire.data import load_tokenizer
 from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
@@ -27,6 +28,7 @@ from thinwire.methods.pipeline.cut import SPREAD
 from thinwire.methods.pipeline.inside import check_inside, check_spread, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel, Shape, facts
+from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
 from thinwire.methods.sums import planned_with
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig
@@ -34,7 +36,7 @@ from thinwire.models.tensor import cut_skeleton
 from thinwire.optim import SummingOptimizer
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
-from thinwire.planner.experts import capacity_notes, choose_ranks, expert_notes, expert_plan, with_splits
+from thinwire.planner.experts import capacity_notes, choose_experts, expert_notes, expert_plan, with_splits
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import Resident, where_all_lies
 from thinwire.planner.search import Search, search
@@ -178,9 +180,8 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
 def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_rate: float | None) -> LaidOut:
     """The model on the ranks, with what "auto" finds. rate, local_rate: in bits per second. Raises ConfigError."""
     notes: list[Row] = []
-    if config.tables.get(EXPERTS, {}).get("parallel") == AUTO:
-        config, row = found_experts(config, names, rate, local_rate)
-        notes.append(row)
+    if AUTO in config.tables.get(EXPERTS, {}).values():
+        config, notes = found_experts(config, names, rate, local_rate)
     shape = mesh_of(config)
     cut = config.memory or config.stages or shape.tensor * shape.pipeline * shape.expert > 1
     optimizer, _ = read_optimizer(config.optimizer, COUNTED)
@@ -259,20 +260,29 @@ def plan_of(strategy: Method, laid: LaidOut) -> tuple[MethodPlan, int | None]:
 
 def found_experts(
     config: ExplainConfig, names: Sequence[str], rate: float | None, local_rate: float | None
-) -> tuple[ExplainConfig, Row]:
-    """The configuration with the ranks that `--experts.parallel auto` takes, and a row on them. Raises ConfigError.
+) -> tuple[ExplainConfig, list[Row]]:
+    """The configuration with what the options of experts that say auto take, and rows on it. Raises ConfigError.
 
-    rate, local_rate: in bits per second.
+    rate, local_rate: in bits per second. Products of experts take no time: nobody has measured them.
     """
-    if config.mesh is not None or config.stages is not None:
+    stated = config.tables[EXPERTS]
+    finds_ranks = stated.get("parallel") == AUTO
+    if finds_ranks and (config.mesh is not None or config.stages is not None):
         raise ConfigError("--experts.parallel auto finds the expert axis: leave --mesh and --stages out")
     strategies = [strategy_of(name, config) for name in names]
     strategy = next(filter(averages_apart, strategies), strategies[0])
-    rates = (None if each is None else each / 8 for each in (rate, local_rate))
-    ranks, why = choose_ranks(strategy, model_of(config), config, *rates)
-    others = {name: value for name, value in config.tables[EXPERTS].items() if name != "parallel"}
-    tables = {**config.tables, EXPERTS: others if ranks == 1 else {**others, "parallel": ranks}}
-    return replace(config, tables=tables), ("--experts.parallel auto", f"{ranks}", f"{why}; strategy {strategy.name}")
+    inter, intra = (usual if each is None else each / 8 for each, usual in ((rate, RATE), (local_rate, LOCAL_RATE)))
+    links = Links.stated(inter, intra, DELAY_S, config.local_size)
+    shape = None if finds_ranks else mesh_of(config)
+    if shape is not None and shape.expert == 1:
+        return config, []
+    found, rows = choose_experts(strategy, model_of(config), config, links, shape)
+    table = {**stated, **found}
+    if table.get("parallel") == 1:
+        del table["parallel"]
+    of = "" if rate or local_rate else ", links of usual rates"
+    rows = [(asked, effect, f"{why}; strategy {strategy.name}{of}") for asked, effect, why in rows]
+    return replace(config, tables={**config.tables, EXPERTS: table}), rows
 
 
 def strategy_of(name: str, config: ExplainConfig) -> Method:

@@ -11,10 +11,12 @@ from safetensors.torch import save_file
 
 from thinwire.checkpoint.weights_folder import explained, new_folder
 from thinwire.convert.export import write_model
+from thinwire.convert.foreign import copy_tokenizer
 from thinwire.convert.origin import Folder, ModelOrigin, SavedModel, load_folder, open_origin
 from thinwire.convert.verify import UnfaithfulError
+from thinwire.errors import ConfigError
 from thinwire.models.hf import HFCausalLM
-from thinwire.models.kept import MASKS
+from thinwire.models.kept import MASKS, PACKED, masks_packed, write_packed
 from thinwire.pruning.masks import check
 from thinwire.pruning.options import PruneConfig
 from thinwire.pruning.prune import Pruned, prune
@@ -41,14 +43,33 @@ def write_pruned(config: PruneConfig) -> Written:
             model.model, texts, sparsity=config.sparsity, method=config.method, pattern=config.pattern, seed=config.seed
         )
         with explained(folder):
-            model.model.save_pretrained(folder)
-            save_file(pruned.masks, folder / MASKS)
+            if config.packed:
+                model.model.config.save_pretrained(folder)
+                write_packed(model.model, pruned.masks, folder)
+            else:
+                model.model.save_pretrained(folder)
+                save_file(pruned.masks, folder / MASKS)
         origin.write_tokenizer(folder)
         again = load_folder(folder)
         weights: dict[str, Any] = dict(again.model.named_parameters())
         if odd := [name for name, mask in pruned.masks.items() if bool(weights[name].detach()[~mask].any())]:
             raise UnfaithfulError(f"{odd[0]} has other zeros when it is loaded again; the folder was deleted")
         return Written(pruned, before, loss_of(again, origin, config))
+
+
+def unpack(folder: str | Path, out: str | Path) -> None:
+    """Write a folder of `thinwire prune --packed` as one that transformers loads, with its masks.
+
+    Raises ConfigError for a folder that is not packed, and for `out` if it is not empty.
+    """
+    packed = Path(folder).expanduser()
+    if not (packed / PACKED).is_file():
+        raise ConfigError(f"{packed} is not packed: it holds no {PACKED}")
+    model = load_folder(packed).model
+    with new_folder(Path(out).expanduser()) as whole, explained(whole):
+        model.save_pretrained(whole)
+        save_file(masks_packed(model, packed), whole / MASKS)
+        copy_tokenizer(packed, whole)
 
 
 def as_transformers(origin: ModelOrigin, folder: Path) -> HFCausalLM:

@@ -27,6 +27,9 @@ class PruneConfig:
     magnitude, or random."""
     pattern: Literal["rows", "2:4"] = "rows"
     """rows: the lowest of each row; 2:4: two of every four neighbours."""
+    packed: bool = False
+    """Write the kept weights alone, in bf16, and a bit for each weight; `--model hf:DIR` reads it, transformers does
+    not."""
     data: str | None = None
     """Text to measure inputs and the loss on, as for `thinwire train`; by default the run's own, or stdlib."""
     samples: int = 128

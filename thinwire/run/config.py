@@ -226,9 +226,15 @@ class TrainConfig:
         return None if stated == AUTO else stated
 
     @property
-    def chooses_experts(self) -> bool:
+    def finds_expert_ranks(self) -> bool:
         """Whether the ranks choose, after they have met, how many ranks share the experts."""
         return self.tables.get("experts", {}).get("parallel") == AUTO
+
+    @property
+    def chooses_experts(self) -> bool:
+        """Whether they choose that, or what travels to or from experts, and how."""
+        has_axis = not self.finds_expert_ranks and "expert" in self.mesh_shape.sizes
+        return self.finds_expert_ranks or (has_axis and AUTO in self.tables.get("experts", {}).values())
 
     @property
     def _asked(self) -> dict[str, tuple[str, int | None]]:

@@ -80,7 +80,7 @@ class Run:
         if EXPERTS in tables:
             stated = config.tables.get(EXPERTS, {})
             # Until the ranks choose how many of them hold the experts, the fewest that can.
-            ranks = stated.get("slices", 1) if config.chooses_experts else config.mesh_shape.expert
+            ranks = stated.get("slices", 1) if config.finds_expert_ranks else config.mesh_shape.expert
             experts = problems.note(made, ExpertParallel, {**stated, "parallel": ranks})
         residency = problems.note(residency_of, config)
         name = problems.note(optimizer_of, config, strategy, experts)
@@ -160,7 +160,7 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     has_stages = config.stages not in (None, 1) or "pipeline" in (config.mesh or "")
     stages = {PIPELINE} if has_stages else set()
     sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
-    has_experts = (config.experts or 1) > 1 or config.chooses_experts or "expert" in (config.mesh or "")
+    has_experts = (config.experts or 1) > 1 or config.finds_expert_ranks or "expert" in (config.mesh or "")
     experts = {EXPERTS} if has_experts else set()
     asked = config.memory or config.store or config.tables.get(RESIDENCY)
     resident = {RESIDENCY} if asked else set()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import thinwire
@@ -19,7 +18,7 @@ from thinwire.hosts.sequence.parallel import IGNORED
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.models.llama import Llama, LlamaConfig
 
-STEPS, BATCH, LENGTH = 10, 2, 30
+STEPS, BATCH, LENGTH = 20, 2, 30
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=LENGTH,
@@ -54,7 +53,7 @@ def alone(num_replicas: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def train(rank: int, ranks: int, method: str, steps: int = STEPS, local_positions: bool = False) -> Any:
+def train(rank: int, world_size: int, ranks: int, method: str, local_positions: bool) -> Any:
     """By hand: split, mean_loss, and a strategy over all ranks."""
     model = Llama(CONFIG)
     options = thinwire.SequenceParallel(ranks, method=method)
@@ -64,7 +63,7 @@ def train(rank: int, ranks: int, method: str, steps: int = STEPS, local_position
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     module, optimizer = thinwire.zero(model, inner, thinwire.Zero(), local_size=2)
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         tokens, targets = seq.split(*batch_of(step, rank // ranks))
         loss = seq.mean_loss(total_loss(module(tokens), targets), (targets != IGNORED).sum())
         loss.backward()
@@ -187,8 +186,8 @@ def several(rank: int, world_size: int) -> list[Any]:
     torch.testing.assert_close(grads, alone_grads, rtol=0, atol=1e-6)
     return [
         memory("ulysses"), memory("ring"),
-        train(rank, 4, "ulysses"), train(rank, 2, "ring"), train(rank, 4, "ulysses=2,ring=2"),
-        train(rank, 4, "ulysses", steps=3, local_positions=True)[0],
+        train(rank, world_size, 4, "ulysses", False), train(rank, world_size, 2, "ring", False),
+        train(rank, world_size, 4, "ulysses", True)[0][:3],
     ]  # fmt: skip
 
 
@@ -198,47 +197,20 @@ def close_to(found: tuple[list[float], dict[str, Tensor]], truth: tuple[list[flo
         torch.testing.assert_close(found[1][name], value, rtol=0, atol=2e-4, msg=name)
 
 
-def test_steps_are_those_of_one_process_with_very_unequal_tokens() -> None:
+def test_twenty_steps_are_those_of_one_process_with_very_unequal_tokens() -> None:
     four, pairs = alone(1), alone(2)
-    for heads, ring, whole, two, both, misplaced in run_workers(several, 4, local_size=2):
+    for heads, ring, whole, two, misplaced in run_workers(several, 4, local_size=2):
         # The ring keeps no weights of the attention, which one process does for so few tokens.
         assert 0.9 / 4 < heads < 1.1 / 4 and ring < 1.1 / 4
         close_to(whole, four)
         close_to(two, pairs)
-        close_to(both, four)
         # Positions that count from 0 on each rank train something else.
         with pytest.raises(AssertionError):
             torch.testing.assert_close(misplaced, four[0][:3], rtol=1e-5, atol=0)
 
 
-def on_meshes(rank: int, world_size: int, method: thinwire.Method, sizes: dict[str, int]) -> list[float]:
-    """A Stage on the mesh: called with whole sequences."""
-    model = Llama(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    stage = thinwire.parallelize(model, optimizer, mesh, [method], local_size=2, announce=False)
-    replica = rank // sizes.get("sequence", 1)
-    losses = []
-    for step in range(0, 6, 2):
-        stage.forward_backward([batch_of(step, replica), batch_of(step + 100, replica)])
-        stage.step(1.0)
-        losses.append(stage.optimizer.mean_loss)
-    with torch.no_grad():
-        logits = model(batch_of(0, replica)[0])
-        losses.append(float(total_loss(logits, batch_of(0, replica)[1])))
-    stage.close()
-    return losses
-
-
-def each_strategy(rank: int, world_size: int) -> list[Any]:
-    found = []
-    for method in (thinwire.SDP4Bit(), thinwire.Zero(), thinwire.FSDP(), thinwire.DDP()):
-        found.append(on_meshes(rank, world_size, method, {"data": 2, "sequence": 2}))
-    return found
-
-
-def as_pairs(rank: int, world_size: int) -> tuple[list[float], list[Any]]:
-    return on_meshes(rank, world_size, thinwire.Zero(), {"data": 2}), [hugging_face(way) for way in ("ulysses", "ring")]
+def as_pairs(rank: int, world_size: int) -> list[Any]:
+    return [hugging_face(way) for way in ("ulysses", "ring")]
 
 
 def hugging_face(method: str) -> Any:
@@ -266,15 +238,10 @@ def hugging_face(method: str) -> Any:
     return results
 
 
-def test_every_strategy_sees_all_ranks_and_so_do_models_of_transformers() -> None:
-    truth, models = zip(*run_workers(as_pairs, 2), strict=True)
-    for whole, parts in (pair for of_rank in models for pair in of_rank):
+def test_models_of_transformers_have_the_gradients_of_one_process() -> None:
+    for whole, parts in (pair for of_rank in run_workers(as_pairs, 2) for pair in of_rank):
         for expected, found in zip(whole, parts, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    for rank, (fourbit, *exact) in enumerate(run_workers(each_strategy, 4, local_size=2)):
-        for losses in exact:
-            torch.testing.assert_close(losses, truth[rank // 2], rtol=1e-5, atol=0)
-        torch.testing.assert_close(fourbit, truth[rank // 2], rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from thinwire import ConfigError, ExpertParallel
 from thinwire.checkpoint import Piece
-from thinwire.methods.experts import ExpertPlacement, Rows, place_experts, sent
+from thinwire.cost import Line, Links
+from thinwire.hosts.experts import expert_parallel
+from thinwire.methods.experts import ExpertPlacement, Rows, choose_way, place_experts, sent
 from thinwire.planner.command import run_explain
 
 
@@ -103,3 +106,56 @@ def test_explain_plans_the_experts_of_a_rank(capsys: pytest.CaptureFixture[str])
         run_explain([*command.split(), "--experts.parallel", "4", "--moe.capacity-factor", "0.01"])
     assert "2 of 8 experts a rank" in spread and "experts move tokens" in spread
     assert "no effect" not in spread and "experts over" not in plain
+
+
+def chosen(
+    links: Links, num_tokens: int = 512, top_k: int = 2, slices: int = 1, **options: Any
+) -> list[ExpertParallel]:
+    """The ways of four ranks in two nodes, the fastest first; an expert has 3 * 48 * 32 weights."""
+    place = ExpertPlacement(8, 4, slices)
+    rows = Rows.even(place, num_tokens, top_k, 32, torch.float32, 2)
+    asked = ExpertParallel(4, slices, **options)
+    seconds = choose_way(asked, place, rows, 3 * 8 * 48 * 32 // 4, 2, links)
+    assert sorted(seconds.values()) == list(seconds.values())
+    return list(seconds)
+
+
+def test_the_way_of_the_fewest_simulated_seconds_is_taken() -> None:
+    quick = Links.stated(1e8, 1e9, 0.0, 2)
+    working = replace(quick, product=Line(0.0, 1e-10))
+    every = chosen(working, 4096, move="auto", route="auto", chunks="auto")
+    # Few weights for many rows; one slice moves as tokens do.
+    assert every[0].move == "experts" and {each.move for each in every} == {"tokens", "experts"}
+    assert {each.route for each in every if each.move == "tokens"} == {"linear", "2dh", "once"}
+    assert chosen(working, num_tokens=16, move="auto")[0].move == "tokens"
+    # Two rows of a token cross once, and with codecs that weights have no use for they are all that may move.
+    assert chosen(quick, top_k=4, route="auto")[0].route == "once"
+    assert [each.move for each in chosen(quick, slices=4, move="auto", dispatch="bf16", weights="bf16")] == ["slices"]
+    with pytest.raises(ConfigError, match="weights 'bf16' with move 'tokens'"):
+        chosen(quick, move="auto", dispatch="bf16", weights="bf16")
+
+
+def test_chunks_are_taken_where_they_hide_work_and_one_is_always_tried() -> None:
+    links = Links.stated(1e8, 1e9, 0.0, 2)
+    working = replace(links, product=Line(0.0, 2e-10))
+    assert chosen(working, chunks="auto")[0].num_chunks > 1
+    # More latency than there is to hide, on the links or of a product.
+    for slow in (replace(working, product=Line(0.01, 2e-10)), replace(Links.stated(1e8, 1e9, 0.05, 2), product=Line())):
+        assert [each.chunks for each in chosen(slow, chunks="auto")] == [1, 2]
+
+
+def test_options_that_are_open_are_refused_where_nobody_chooses() -> None:
+    with pytest.raises(
+        ConfigError, match="route 'auto': thinwire train chooses it, a library states it; nearest: 'lin"
+    ):
+        expert_parallel(torch.nn.Module(), ExpertParallel(1, route="auto"))
+
+
+def test_explain_chooses_by_stated_links(capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "--model moe-tiny --nodes 2 --local-size 2 --strategy zero --seq-len 64 --rate 100mbit --experts.parallel 4"
+    )
+    assert run_explain([*command.split(), *["--experts.move", "auto", "--experts.chunks", "auto"]]) == 0
+    told = capsys.readouterr().out
+    assert "--experts.move auto --experts.chunks auto" in told and "a simulated layer, forward and backward: " in told
+    assert "experts move " in told

@@ -143,7 +143,7 @@ class ExpertRanks:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         asked, num = self.options, len(self.replicas)
         codecs = f"dispatch {asked.dispatch}, combine {asked.combine}, gradients {asked.gradients}"
-        codecs += f"; in {asked.chunks} chunks" if asked.chunks > 1 else ""
+        codecs += f"; in {asked.chunks} chunks" if asked.num_chunks > 1 else ""
         copies = f"{num} replicas of each average its gradients" if num > 1 else "no replicas: nothing is averaged"
         is_straight = not self.wire.hops and self.once is None
         route = "linear" if is_straight else asked.route
@@ -208,6 +208,7 @@ def expert_parallel(
     experts.
     Source: Lepikhin et al., "GShard" (2020); slices: Hwang et al., "Tutel" (MLSys 2023), section 3.1.
     """
+    options.check_stated()
     make = partial(Communicator, timeout_s=timeout_s, checked=checked)
     everyone = make(group, local_size=local_size, meter=meter)
     placement = check_experts(model, options, everyone.world_size)
@@ -226,12 +227,12 @@ def expert_parallel(
         # Of each team, the rank at this one's place.
         step = placement.slices
         among, on = range(comm.rank % step, ranks, step), placement.whole
-    grid = comm.topology
+    grid, num_chunks = comm.topology, options.num_chunks
     has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
-    hops = [Rooms() for _ in range(options.chunks)] if has_hops else ()
+    hops = [Rooms() for _ in range(num_chunks)] if has_hops else ()
     first, apart = members[among[0]], step * stride
     wire = ExpertWire(
-        comm, on, among, dispatch, combine, gradients, moved, first, apart, seed, hops=hops, num_chunks=options.chunks
+        comm, on, among, dispatch, combine, gradients, moved, first, apart, seed, hops=hops, num_chunks=num_chunks
     )
     shapes = {name: param.shape for name, param in tensors.items()}
     once = entering(wire) if options.route == "once" and min(grid.num_nodes, grid.local_size) > 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,6 +13,7 @@ from thinwire.methods.options import FIXED_SIZE, FP32, SAME_EACH_TIME, check_typ
 
 # As many as Tutel has.
 MOST_CHUNKS = 32
+AUTO = "auto"
 CODED = ("dispatch", "combine", "gradients", "weights")
 
 
@@ -34,21 +36,19 @@ class ExpertParallel:
     parallel: int | Literal["auto"] = 1
     """Ranks that share the experts of a layer. Each has tokens of its own.
 
-    auto: in `thinwire train`, the number that needs
-    the fewest seconds on the links, which are measured."""
+    auto: in `thinwire train`, the number that needs the fewest seconds on the links, which are measured."""
     slices: int = 1
     """Ranks that share one expert, in slices of its hidden units; divides parallel."""
-    move: Literal["tokens", "slices", "experts"] = "tokens"
+    move: Literal["tokens", "slices", "experts", "auto"] = "tokens"
     """What travels. tokens: each row, to all ranks of its expert.
 
-    slices: these ranks exchange their slices, and a row goes
-    to one of them; experts: every rank gathers all experts, and rows stay."""
-    route: Literal["linear", "2dh", "once"] = "linear"
+    slices: these ranks exchange their slices, and a row goes to one of them; experts: every rank gathers all experts,
+    and rows stay. auto, here and below: in `thinwire train`, what needs the fewest seconds in a simulated layer."""
+    route: Literal["linear", "2dh", "once", "auto"] = "linear"
     """Path of rows. linear: from each rank to each; 2dh: inside a node first, then one message from node to node.
 
-    once: a
-    token enters each node once, and one sum comes back."""
-    chunks: int = 1
+    once: a token enters each node once, and one sum comes back."""
+    chunks: int | Literal["auto"] = 1
     """Parts, 1 to 32, into which the rows of a layer are cut: experts work on one while others travel."""
     dispatch: str = FP32
     """Codec of rows to their experts, such as bf16 or int8/64:nearest; fp32: as they are. It draws by
@@ -68,29 +68,42 @@ class ExpertParallel:
             for name in ("parallel", "slices"):
                 if getattr(self, name) != "auto" and getattr(self, name) < 1:
                     raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
-            if not 1 <= self.chunks <= MOST_CHUNKS:
+            if not isinstance(self.chunks, str) and not 1 <= self.chunks <= MOST_CHUNKS:
                 near = min(max(self.chunks, 1), MOST_CHUNKS)
                 raise ConfigError(f"chunks {self.chunks}: must be 1 to {MOST_CHUNKS}; nearest: {near}")
-        if self.chunks > 1 and (self.move == "experts" or self.route == "once"):
+        problems.messages += self._unfit()
+        for name in CODED:
+            problems.note(self.codec, name)
+        problems.raise_any()
+
+    def _unfit(self) -> Iterator[str]:
+        """Why options do not fit each other; what is still to be chosen fits."""
+        if self.chunks not in (1, AUTO) and (self.move == "experts" or self.route == "once"):
             why = "no rows travel" if self.move == "experts" else "what goes back is a sum over all rows of a node"
             what = f"move {self.move!r}" if self.move == "experts" else f"route {self.route!r}"
-            problems.messages.append(f"chunks {self.chunks} with {what}: {why}; nearest: 1")
+            yield f"chunks {self.chunks} with {what}: {why}; nearest: 1"
         still = dict.fromkeys(("dispatch", "combine"), "rows") if self.move == "experts" else {"weights": "weights"}
-        if self.move == "slices" and self.slices > 1:
+        if self.move == AUTO or (self.move == "slices" and self.slices > 1):
             still = {}
         for name, what in still.items():
             if (stated := getattr(self, name)) != FP32:
                 of = " of 1 slice" if self.move == "slices" else ""
-                problems.messages.append(
-                    f"{name} {stated!r} with move {self.move!r}{of}: no {what} travel; nearest: {FP32!r}"
-                )
-        if self.route != "linear" and self.move != "tokens":
-            problems.messages.append(
-                f"route {self.route!r} with move {self.move!r}: it is for rows that go to all ranks; nearest: 'linear'"
-            )
-        for name in CODED:
-            problems.note(self.codec, name)
-        problems.raise_any()
+                yield f"{name} {stated!r} with move {self.move!r}{of}: no {what} travel; nearest: {FP32!r}"
+        if self.route not in ("linear", AUTO) and self.move not in ("tokens", AUTO):
+            why = "it is for rows that go to all ranks"
+            yield f"route {self.route!r} with move {self.move!r}: {why}; nearest: 'linear'"
+
+    def check_stated(self) -> None:
+        """Raise ConfigError where something is still to be chosen."""
+        for name, near in (("parallel", 1), ("move", "tokens"), ("route", "linear"), ("chunks", 1)):
+            if getattr(self, name) == AUTO:
+                raise ConfigError(f"{name} {AUTO!r}: thinwire train chooses it, a library states it; nearest: {near!r}")
+
+    @property
+    def num_chunks(self) -> int:
+        """Parts of a layer's rows; to be asked where they are stated."""
+        assert not isinstance(self.chunks, str)
+        return self.chunks
 
     def codec(self, name: str) -> Codec | None:
         """The codec of one of CODED; None: rows travel as they are."""

@@ -16,6 +16,9 @@ from thinwire.methods.experts.options import CODED, ExpertParallel
 from thinwire.table import Row
 
 Pair = tuple[int, int]
+# Bytes from rank to rank that leave together; the hops of each of four ways.
+Hop = dict[Pair, int]
+Ways = list[list[Hop]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,19 @@ def sent(
     placement: ExpertPlacement, rows: Rows, options: ExpertParallel, part_numel: int, local_size: int = 1, *,
     in_training: bool = True,
 ) -> dict[Pair, int]:  # fmt: skip
-    """Bytes from rank to rank, in forward and, in training, backward.
+    """Bytes from rank to rank, in forward and, in training, backward; see `legs`."""
+    found: dict[Pair, int] = defaultdict(int)
+    for ways in legs(placement, rows, options, part_numel, local_size):
+        for hop in chain.from_iterable(ways[: 4 if in_training else 2]):
+            for pair, num_bytes in hop.items():
+                found[pair] += num_bytes
+    return {pair: num_bytes for pair, num_bytes in found.items() if pair[0] != pair[1]}
+
+
+def legs(
+    placement: ExpertPlacement, rows: Rows, options: ExpertParallel, part_numel: int, local_size: int = 1
+) -> list[Ways]:
+    """Bytes from rank to rank, by chunk, way and hop. The ways: to the experts, home, and of the gradients of both.
 
     With n_pe rows of rank p for expert e, p sends sum_e n_pe rows to each of the s ranks that hold parts of e, except
     to itself, and receives as many. Backward sends the same rows of gradients. Before the rows of the first chunk, 2 +
@@ -68,82 +83,94 @@ def sent(
 
     local_size: ranks per node. With two hops, everything for rank m of any node goes to rank m of this node first; each
     packet has its number of rows, and each message the sizes of its packets. For rows that enter a node once, see
-    sent_once.
+    legs_once.
     """
-    found: dict[Pair, int] = defaultdict(int)
+    moved: Hop = {}
+    returned: Hop = {}
     for source, home in product(range(placement.ranks), repeat=2):
         gathers = options.move == "slices" and placement.team(source) == placement.team(home)
         if source != home and (gathers or options.move == "experts"):
-            for kind in ("weights", "gradients")[: 2 if in_training else 1]:
-                num_rows = part_numel // rows.width
-                found[source, home] += rows_bytes(num_rows, rows.width, rows.dtype, options.codec(kind))
+            size = part_numel // rows.width, rows.width, rows.dtype
+            moved[source, home], returned[source, home] = (
+                rows_bytes(*size, options.codec(kind)) for kind in ("weights", "gradients")
+            )
     if options.move == "experts":
-        return dict(found)
+        return [[[moved], [], [], [returned]]]
     has_hops = 1 < local_size < placement.ranks
     if options.route == "once" and has_hops:
-        return sent_once(placement, rows, options, local_size, 4 if in_training else 2)
+        return [legs_once(placement, rows, options, local_size)]
     by_hops = options.route == "2dh" and has_hops
-    num_ways = 4 if in_training else 2
-    chunks = (packets(placement, rows, options, chunk, counted=by_hops)[:num_ways] for chunk in range(options.chunks))
-    for ways in chain.from_iterable(chunks):
-        for (source, home), num_bytes in ways.items():
-            between = source - source % local_size + home % local_size if by_hops else home
-            for pair in ((source, between), (between, home)):
-                found[pair] += num_bytes
-        for source, near in product(range(placement.ranks), range(local_size)) if by_hops else ():
-            found[source, source - source % local_size + near] += NUMBER_BYTES * (1 + placement.ranks // local_size)
-            for far in range(source % local_size, placement.ranks, local_size) if not near else ():
-                found[source, far] += NUMBER_BYTES * (1 + local_size)
-    return {pair: num_bytes for pair, num_bytes in found.items() if pair[0] != pair[1]}
+    found: list[Ways] = []
+    for chunk in range(options.num_chunks):
+        ways = packets(placement, rows, options, chunk, counted=by_hops)
+        found.append([two_hops(placement, way, local_size) if by_hops else [way] for way in ways])
+    if moved:
+        # The backward goes through the first chunk last.
+        found[0][0].insert(0, moved)
+        found[0][3].append(returned)
+    return found
 
 
-def sent_once(
-    placement: ExpertPlacement, rows: Rows, options: ExpertParallel, local_size: int, num_ways: int
-) -> dict[Pair, int]:
-    """The same if a token enters a node once, through the rank at its source's place.
+def two_hops(placement: ExpertPlacement, way: Hop, local_size: int) -> list[Hop]:
+    """The hops of one way through the rank at the receiver's place in the sender's node."""
+    inside: Hop = defaultdict(int)
+    between: Hop = defaultdict(int)
+    for (source, home), num_bytes in way.items():
+        passes_on = source - source % local_size + home % local_size
+        inside[source, passes_on] += num_bytes
+        between[passes_on, home] += num_bytes
+    for source, place in product(range(placement.ranks), range(local_size)):
+        inside[source, source - source % local_size + place] += NUMBER_BYTES * (1 + placement.ranks // local_size)
+    for source in range(placement.ranks):
+        for far in range(source % local_size, placement.ranks, local_size):
+            between[source, far] += NUMBER_BYTES * (1 + local_size)
+    return [inside, between]
+
+
+def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, local_size: int) -> Ways:
+    """The same where a token enters a node once, by the rank at its source's place.
 
     Between nodes: its row, the weights and numbers of its experts, and one sum; inside: exact rows of all that entered.
     """
-    found: dict[Pair, int] = defaultdict(int)
+    outer: list[Hop] = [{}, {}, {}, {}]
     num_nodes, per_node = placement.ranks // local_size, placement.experts * local_size // placement.ranks
     weights = 2 * rows.top_k * rows.of_weights.itemsize
     for source, node in product(range(placement.ranks), range(num_nodes)):
         home, num = node * local_size + source % local_size, rows.entering[source][node]
-        sizes = [
-            rows_bytes(num, rows.width, rows.dtype, options.codec(kind)) if num else 0
-            for kind in ("dispatch", "combine", "gradients", "gradients")
-        ]
         extra = [2 * 3 * NUMBER_BYTES + num * weights, 0, 0, num * weights]
-        pairs = [(source, home), (home, source)] * 2
-        for pair, size, more in list(zip(pairs, sizes, extra, strict=True))[:num_ways]:
-            found[pair] += size + more
-    inside = ExpertPlacement(per_node, local_size, placement.slices)
+        for way, kind, more in zip(range(4), ("dispatch", "combine", "gradients", "gradients"), extra, strict=True):
+            body = rows_bytes(num, rows.width, rows.dtype, options.codec(kind)) if num else 0
+            outer[way][(home, source) if way % 2 else (source, home)] = body + more
+    place_inside = ExpertPlacement(per_node, local_size, placement.slices)
     plain = ExpertParallel(local_size, placement.slices)
+    inner: list[Hop] = [{}, {}, {}, {}]
     for node in range(num_nodes):
         own = slice(node * per_node, (node + 1) * per_node)
         merged = [
             [sum(column) for column in zip(*(counts[own] for counts in rows.counts[place::local_size]), strict=True)]
             for place in range(local_size)
         ]
-        of_node = sent(inside, Rows(merged, rows.width, rows.dtype), plain, 0, in_training=num_ways == 4)
-        for (source, home), num_bytes in of_node.items():
-            found[node * local_size + source, node * local_size + home] += num_bytes
-    return {pair: num_bytes for pair, num_bytes in found.items() if pair[0] != pair[1]}
+        (ways,) = legs(place_inside, Rows(merged, rows.width, rows.dtype), plain, 0)
+        for hop, (of_node,) in zip(inner, ways, strict=True):
+            hop |= {
+                (node * local_size + source, node * local_size + home): num_bytes
+                for (source, home), num_bytes in of_node.items()
+            }
+    both = zip(outer, inner, strict=True)
+    return [[near, far] if way % 2 else [far, near] for way, (far, near) in enumerate(both)]
 
 
-def packets(
-    placement: ExpertPlacement, rows: Rows, options: ExpertParallel, chunk: int, *, counted: bool
-) -> list[dict[Pair, int]]:
-    """Bytes of a chunk's rows from their source to their experts, back, and of the gradients of both.
+def packets(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, chunk: int, *, counted: bool) -> list[Hop]:
+    """Bytes of a chunk's rows from their source to their home, back, and of the gradients of both.
 
     counted: every chunk has its number of rows in front; otherwise only the first chunk's rows to their experts.
     """
-    ways: list[dict[Pair, int]] = [{}, {}, {}, {}]
+    ways: list[Hop] = [{}, {}, {}, {}]
     for source, home in product(range(placement.ranks), repeat=2):
         if options.move == "slices" and source % placement.slices != home % placement.slices:
             continue
         first = placement.team(home) * placement.each
-        total, parts = sum(rows.counts[source][first : first + placement.each]), options.chunks
+        total, parts = sum(rows.counts[source][first : first + placement.each]), options.num_chunks
         num_rows = (chunk + 1) * total // parts - chunk * total // parts
         there, back = (source, home), (home, source)
         kinds = (("dispatch", there), ("combine", back), ("gradients", there), ("gradients", back))
@@ -176,6 +203,6 @@ def facts(
         (
             f"experts move {options.move}", f"{max(by_rank.values(), default=0) / 1e6:.3f} MB sent a rank and step",
             f"by a router that is even; {', '.join(f'{name} {getattr(options, name)}' for name in CODED)}"
-            + (f"; in {options.chunks} chunks" if options.chunks > 1 else ""),
+            + (f"; in {options.chunks} chunks" if options.num_chunks > 1 else ""),
         ),
     ]  # fmt: skip

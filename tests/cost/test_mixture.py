@@ -1,0 +1,118 @@
+"""A layer of experts on streams of its own, by hand and by FSMoE's formula; links as lines."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from thinwire.cost import Cores, Drawing, Machine, Network, Work, simulate
+from thinwire.cost.graph import CARRY
+from thinwire.cost.links import Line, Links
+from thinwire.cost.mixture import Portion, fsmoe_s, pass_graph, passes_s
+
+INF = float("inf")
+
+
+def streams_s(times: tuple[float, float, float, float], chunks: int, gradients_s: float = 0.0) -> float:
+    """FSMoE's schedule, simulated: between nodes all dispatches, then gradients, then what goes back; 3 streams."""
+    all_to_all_s, gather_s, scatter_s, expert_s = times
+    drawing = Drawing(1)
+    stream = (drawing.job(0, ()),)
+    there = [drawing.task(0, Work("link", all_to_all_s), (), stream) for _ in range(chunks)]
+    if gradients_s:
+        drawing.task(0, Work("link", gradients_s), (), stream)
+    for came in there:
+        gathered = drawing.task(0, Work(CARRY, gather_s), came, stream)
+        worked = drawing.task(0, Work("expert", expert_s), gathered)
+        drawing.task(0, Work("link", all_to_all_s), drawing.task(0, Work(CARRY, scatter_s), worked, stream), stream)
+    rates = {"link": 1.0, CARRY: 1.0, "expert": 1.0}
+    return simulate(drawing.done(), Machine(("a",), Network.even(1), Cores((0,), (INF,)), rates)).makespan_s
+
+
+def drawn(num: int, seed: int) -> Iterator[tuple[tuple[float, float, float, float], int, float]]:
+    draw = random.Random(seed)
+    for _ in range(num):
+        all_to_all_s, inside_s, expert_s = (draw.uniform(0.1, 2) for _ in range(3))
+        chunks, gradients_s = draw.choice([1, 2, 4, 8]), draw.choice([0.0, draw.uniform(0, 10)])
+        yield (all_to_all_s, inside_s, inside_s, expert_s), chunks, gradients_s
+
+
+def test_the_formula_of_fsmoe_is_near_its_schedule() -> None:
+    errors: dict[int, list[float]] = defaultdict(list)
+    for times, chunks, gradients_s in drawn(600, 0):
+        seconds, case = fsmoe_s(*times, chunks, gradients_s)
+        errors[case].append(seconds / streams_s(times, chunks, gradients_s) - 1)
+    assert set(errors) == {1, 2, 3, 4}
+    for case in (1, 2):
+        assert sum(abs(error) < 1e-9 for error in errors[case]) >= 0.98 * len(errors[case])
+    every = [abs(error) for of_case in errors.values() for error in of_case]
+    assert max(every) < 0.22 and sum(every) / len(every) < 0.02
+
+
+def test_the_degree_of_the_formula_is_near_the_best_of_separate_streams() -> None:
+    draw, near, degrees = random.Random(1), 0, [1, 2, 4, 8]
+    for _ in range(200):
+        works = [draw.uniform(0.1, 4) for _ in range(3)]
+        # Each chunk has the latencies of a whole layer.
+        alphas = [draw.uniform(0, 0.2) for _ in range(3)]
+        cut = {n: [alpha + work / n for alpha, work in zip(alphas, works, strict=True)] for n in degrees}
+        of_chunk = {n: (each[0], each[1], each[1], each[2]) for n, each in cut.items()}
+        formula = {n: fsmoe_s(*of_chunk[n], n)[0] for n in degrees}
+        chosen = min(formula, key=formula.__getitem__)
+        seconds = {n: streams_s(of_chunk[n], n) for n in degrees}
+        assert seconds[chosen] <= 1.2 * min(seconds.values())
+        near += seconds[chosen] <= 1.05 * min(seconds.values())
+    assert near >= 180
+
+
+@pytest.mark.parametrize(
+    ("times", "gradients_s", "expected"),
+    [
+        # The link between nodes is ten times slower, the experts are, the links inside are; gradients wait for nothing.
+        ((10.0, 1.0, 1.0, 1.0), 3.0, (2 * 4 * 10.0 + 3.0, 1)),
+        ((1.0, 0.5, 0.5, 10.0), 0.0, (2 * 1.0 + 1.0 + 40.0, 2)),
+        ((1.0, 0.5, 0.5, 0.1), 0.0, (2 * 4 * 1.0 + 1.0, 3)),
+        ((1.0, 10.0, 10.0, 1.0), 0.0, (2 * 1.0 + 80.0, 4)),
+    ],
+)
+def test_cases_by_hand(
+    times: tuple[float, float, float, float], gradients_s: float, expected: tuple[float, int]
+) -> None:
+    assert fsmoe_s(*times, 4, gradients_s) == expected
+
+
+def layer(chunks: int, num_bytes: float, work_s: float) -> list[Portion]:
+    """Two ranks that send each other half of their rows."""
+    hop = {(0, 1): num_bytes / chunks, (1, 0): num_bytes / chunks}
+    return [Portion([hop], [work_s / chunks] * 2, [hop]) for _ in range(chunks)]
+
+
+def test_chunks_hide_work_and_cost_latency() -> None:
+    def seconds(chunks: int, delay_s: float) -> float:
+        links = Links.stated(1.0, INF, delay_s)
+        return passes_s((0, 1), layer(chunks, 4.0, 8.0), [], links)
+
+    # 4 s there, 8 s of work, 4 s back; halves: the second comes while experts work on the first.
+    assert seconds(1, 0.0) == pytest.approx(16.0) and seconds(2, 0.0) == pytest.approx(12.0)
+    # The second half leaves when the first is there, which has told how many rows come.
+    assert seconds(1, 3.0) == pytest.approx(22.0) and seconds(2, 3.0) == pytest.approx(2 + 3 + 2 + 3 + 4 + 2 + 3)
+
+
+def test_hops_follow_each_other_and_ranks_of_a_node_share_its_port() -> None:
+    links = Links.stated(2.0, 4.0, 0.5, local_size=2)
+    inside, across = {(0, 1): 4.0, (2, 3): 4.0}, {(1, 3): 4.0, (0, 2): 4.0, (1, 1): 9.0}
+    graph = pass_graph(4, [Portion([inside, across], [0.0] * 4, [])], is_told=False)
+    # 1 s inside for rank 1; rank 0 has the port alone until then.
+    assert simulate(graph, links.machine((0, 0, 1, 1))).makespan_s == pytest.approx(1 + 3 + 0.5)
+    assert Counter(task.rank for task in graph.tasks) == {0: 2, 1: 1, 2: 1}
+
+
+def test_seconds_of_what_a_strategy_sends() -> None:
+    lines = {("all_gather", "inter"): Line(1.0, 2.0), ("all_to_all", "inter"): Line(0.5, 1.0)}
+    links = Links(lines)
+    sent = {("all_gather_exact", "inter"): 3.0, ("expert rows", "inter"): 4.0, ("all_gather", "intra"): 9.0}
+    assert links.seconds(sent) == 1 + 6 + 0.5 + 4
+    assert links.seconds({("all_gather", "inter"): 0.0}) == 0.0

@@ -1,0 +1,102 @@
+"""What each collective takes on each level of the links, and the experts' products, while all ranks do the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from thinwire.calibration.links import NUM_PROBES, PROBE_S, REST_S, bucket_of
+from thinwire.calibration.work import PRODUCT_S, seconds_of
+from thinwire.codecs import Identity
+from thinwire.collectives import Communicator
+from thinwire.collectives.all_to_all import all_to_all_rows
+from thinwire.collectives.gather import all_gather_exact
+from thinwire.collectives.link import Link
+from thinwire.collectives.reduce import all_reduce, reduce_scatter
+from thinwire.collectives.rounds import Rounds
+from thinwire.cost.links import ALL_TO_ALL, GATHER, INTER, INTRA, OPERATIONS, REDUCE, SCATTER, Line, Links
+from thinwire.models.moe import swiglu
+
+# fp32 elements for each rank.
+SMALLEST, LARGEST = 1 << 12, 1 << 20
+# Experts and their sizes [experts, inner, hidden], and the rows of a short and a long product.
+EXPERTS, NUM_ROWS = (2, 512, 256), (64, 512)
+JOBS: dict[str, Callable[[Link, Tensor, list[int]], Rounds[Tensor]]] = {
+    ALL_TO_ALL: lambda link, x, counts: all_to_all_rows(link, x.view(-1, 1), counts, counts),
+    GATHER: lambda link, x, counts: all_gather_exact(link, x[: counts[0]]),
+    SCATTER: lambda link, x, _: reduce_scatter(link, x, Identity(), Identity()),
+    REDUCE: lambda link, x, _: all_reduce(link, x, Identity(), Identity(), Identity()),
+}
+
+
+def measure_links(comm: Communicator, experts: tuple[int, int, int] = EXPERTS) -> Links:
+    """alpha + beta n of each collective on each level, and of the experts' product; a collective, equal on all ranks.
+
+    On a level all groups send at once: the ranks of each node, then those at the same place of all nodes. alpha is the
+    time of a few bytes. beta is the slope between n bytes and 2 n, of which n takes PROBE_S, so that what a token
+    bucket lets pass at once does not count. Of two probes the faster counts.
+
+    Args:
+        experts: [experts, inner, hidden], whose product is timed; in fp32.
+
+    Source: Pan et al., "FSMoE" (ASPLOS 2025), section 4.
+    """
+    grid, rank = comm.topology, comm.rank
+    lines: dict[tuple[str, str], Line] = {}
+    for level, members in (
+        (INTRA, [grid.rank(grid.node(rank), place) for place in range(grid.local_size)]),
+        (INTER, [grid.rank(node, grid.local_rank(rank)) for node in range(grid.num_nodes)]),
+    ):
+        if len(members) > 1:
+            # All operations move as much at once as an all-to-all does in PROBE_S.
+            num = SMALLEST
+            while num < LARGEST and _seconds(comm, members, ALL_TO_ALL, num) < PROBE_S:
+                num *= 4
+            lines |= {(operation, level): _line(comm, members, operation, num) for operation in OPERATIONS}
+    return Links(lines, _product(comm, experts))
+
+
+def _line(comm: Communicator, members: Sequence[int], operation: str, num: int) -> Line:
+    """num: elements for each rank."""
+    short_s, once_s, twice_s = (
+        min(_seconds(comm, members, operation, each) for _ in range(NUM_PROBES)) for each in (1, num, 2 * num)
+    )
+    # A reduced sum comes back, too.
+    num_bytes = 4 * num * (len(members) - 1) * (2 if operation == REDUCE else 1)
+    return Line(short_s, 1 / bucket_of(num_bytes, once_s, twice_s, short_s)[0])
+
+
+def _seconds(comm: Communicator, members: Sequence[int], operation: str, num: int) -> float:
+    """Seconds of the slowest rank."""
+    x, counts = torch.zeros(num * len(members)), [num] * len(members)
+    time.sleep(REST_S)
+    comm.barrier()
+    start = perf_counter()
+    comm.wait(comm.submit(lambda link: JOBS[operation](link.subgroup(members), x, counts)))
+    return _slowest(comm, perf_counter() - start)[0]
+
+
+def _slowest(comm: Communicator, *seconds: float) -> list[float]:
+    return comm.wait(comm.all_gather_exact(torch.tensor(seconds, dtype=torch.float64))).amax(0).tolist()
+
+
+def _product(comm: Communicator, experts: tuple[int, int, int]) -> Line:
+    """Of a forward of the experts, in floating-point operations, on all ranks at once."""
+    num, inner, hidden = experts
+    weights = [torch.ones(experts) for _ in range(3)]
+
+    def forward(num_rows: int) -> None:
+        with torch.no_grad():
+            swiglu(torch.ones(num_rows, hidden), torch.tensor([num_rows // num] * num), weights)
+
+    comm.barrier()
+    short_s, long_s = _slowest(comm, *(seconds_of(partial(forward, n), PRODUCT_S) for n in NUM_ROWS))
+    short, long = (6 * inner * hidden * (rows // num * num) for rows in NUM_ROWS)
+    # Noise must not make an operation free, nor a call.
+    beta_s = max(long_s - short_s, long_s / 2) / (long - short)
+    return Line(max(0.0, long_s - beta_s * long), beta_s)

@@ -1,0 +1,80 @@
+"""What a level of the links takes for each collective: alpha + beta n."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from thinwire.cost.clock import Cores
+from thinwire.cost.machine import Machine
+from thinwire.cost.network import Network
+
+# The collectives that are measured on each level, and the levels, as the meter calls these.
+OPERATIONS = ALL_TO_ALL, GATHER, SCATTER, REDUCE = "all_to_all", "all_gather", "reduce_scatter", "all_reduce"
+LEVELS = INTRA, INTER = "intra", "inter"
+# Work in seconds.
+SECONDS = "seconds"
+
+
+@dataclass(frozen=True)
+class Line:
+    """alpha_s + beta_s n: seconds of n bytes that a rank sends, or of n floating-point operations."""
+
+    alpha_s: float = 0.0
+    beta_s: float = 0.0
+
+    def seconds(self, amount: float) -> float:
+        """Seconds of an amount; none for nothing."""
+        return self.alpha_s + self.beta_s * amount if amount else 0.0
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of nodes that are all alike, while all ranks use them at once.
+
+    lines: by (operation, level), in bytes that a rank sends to all others of the level together. A level that has no
+    two ranks is missing. product: of the experts' grouped products, in floating-point operations of one rank.
+    Source: Pan et al., "FSMoE" (ASPLOS 2025), section 4.
+    """
+
+    lines: Mapping[tuple[str, str], Line]
+    product: Line = Line()
+
+    @classmethod
+    def stated(cls, rate: float, local_rate: float, delay_s: float, local_size: int = 1) -> Links:
+        """Links of these bytes per second: of a node's port, which local_size ranks share, and of a rank inside.
+
+        delay_s: between nodes. Products take no time.
+        """
+        lines = {INTER: Line(delay_s, local_size / rate), INTRA: Line(0.0, 1 / local_rate)}
+        return cls({(operation, level): line for operation in OPERATIONS for level, line in lines.items()})
+
+    def seconds(self, sent: Mapping[tuple[str, str], float]) -> float:
+        """Seconds of the messages that a rank sends, by (operation, level), each operation once and one at a time.
+
+        An operation with another name than those of OPERATIONS takes as long as the one whose word it has, or an
+        all-to-all.
+        """
+        total = 0.0
+        for (name, level), num_bytes in sent.items():
+            kind = next((each for each in OPERATIONS if each.split("_")[1] in name), ALL_TO_ALL)
+            total += self.lines.get((kind, level), Line()).seconds(num_bytes)
+        return total
+
+    def machine(self, nodes: Sequence[int]) -> Machine:
+        """Ranks on these nodes whose links take as long for an all-to-all, and which work for SECONDS."""
+        ranks = range(len(nodes))
+        sharing = [nodes.count(node) for node in nodes]
+        inter, intra = (self.lines.get((ALL_TO_ALL, level), Line()) for level in (INTER, INTRA))
+
+        def rate(a: int, b: int) -> float:
+            if nodes[a] != nodes[b]:
+                # A node's ranks send at once.
+                return sharing[a] / inter.beta_s if inter.beta_s else math.inf
+            return 1 / intra.beta_s / max(1, sharing[a] - 1) if intra.beta_s else math.inf
+
+        rates = tuple(tuple(rate(a, b) for b in ranks) for a in ranks)
+        delays = tuple(tuple((inter if nodes[a] != nodes[b] else intra).alpha_s for b in ranks) for a in ranks)
+        cores = Cores(tuple(ranks), (math.inf,) * len(nodes))
+        return Machine(tuple(map(str, nodes)), Network(tuple(nodes), rates, delays), cores, {SECONDS: 1.0})

@@ -1,0 +1,91 @@
+"""A layer of experts whose rows travel in chunks: the graph of a pass, and the closed form that FSMoE takes it for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from thinwire.cost.graph import Drawing, Message, StepGraph, Work
+from thinwire.cost.links import SECONDS, Links
+from thinwire.cost.simulate import simulate
+
+# Bytes from rank to rank that leave together.
+Hop = Mapping[tuple[int, int], float]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Rows that travel together. there, back: their hops to the experts and home; work_s: of each rank between them."""
+
+    there: Sequence[Hop]
+    work_s: Sequence[float]
+    back: Sequence[Hop]
+
+
+def pass_graph(num_ranks: int, chunks: Sequence[Portion], *, is_told: bool) -> StepGraph:
+    """One pass through a layer on all ranks, whose chunks follow each other.
+
+    is_told: the first chunk tells how many rows come, and the others leave when it is there.
+    """
+    drawing = Drawing(num_ranks)
+    ready: list[tuple[int, ...]] = [()] * num_ranks
+    there = []
+    for number, chunk in enumerate(chunks):
+        there.append(_travel(drawing, chunk.there, ready))
+        ready = there[0] if is_told and not number else ready
+    for chunk, came in zip(chunks, there, strict=True):
+        done = [
+            drawing.task(rank, Work(SECONDS, seconds), came[rank]) if seconds else came[rank]
+            for rank, seconds in enumerate(chunk.work_s)
+        ]
+        _travel(drawing, chunk.back, done)
+    return drawing.done()
+
+
+def _travel(drawing: Drawing, hops: Sequence[Hop], ready: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Draw the hops, each of which leaves a rank when all of the hop before is there; what each rank waits for then."""
+    found = list(ready)
+    for hop in hops:
+        left, found = found, list(found)
+        for (source, target), num_bytes in hop.items():
+            if source != target:
+                found[target] += drawing.task(source, Message(target, num_bytes, "rows", ""), left[source])
+    return found
+
+
+def passes_s(nodes: Sequence[int], forward: Sequence[Portion], backward: Sequence[Portion], links: Links) -> float:
+    """Seconds of the simulated forward and backward of a layer on the ranks of these nodes."""
+    machine = links.machine(nodes)
+    graphs = pass_graph(len(nodes), forward, is_told=True), pass_graph(len(nodes), backward, is_told=False)
+    return sum(simulate(graph, machine).makespan_s for graph in graphs)
+
+
+def fsmoe_s(
+    all_to_all_s: float, gather_s: float, scatter_s: float, expert_s: float, chunks: int, gradients_s: float = 0.0
+) -> tuple[float, int]:
+    """Seconds of one pass through a layer by FSMoE's formula, and its case, 1 to 4.
+
+    Each chunk's rows cross between nodes (all_to_all_s), are gathered inside one, worked on, scattered and sent back.
+    1: the link between nodes is what it waits for, 2: the experts, 4: the links inside; 3: all of them in turns. That
+    there are three separate streams, and that gradients leave after the last dispatch, is assumed.
+
+    Args:
+        all_to_all_s, gather_s, scatter_s, expert_s: of one of the chunks.
+        gradients_s: of gradients that are averaged between nodes meanwhile; 0 in a forward.
+
+    Source: Pan et al., "FSMoE" (ASPLOS 2025), conditions Q1 to Q7 and cases 1 to 4.
+    """
+    inside, idle = gather_s + scatter_s, 2 * (chunks - 1) * all_to_all_s
+    if all_to_all_s > gather_s:
+        is_waiting = chunks * expert_s > idle
+        is_bound = gradients_s > (chunks * expert_s - idle + inside if is_waiting else inside)
+    else:
+        is_waiting = chunks * expert_s > (chunks - 1) * inside
+        is_bound = gradients_s > (inside + chunks * expert_s if is_waiting else chunks * inside) - idle
+    if is_bound:
+        return 2 * chunks * all_to_all_s + gradients_s, 1
+    if is_waiting:
+        return 2 * all_to_all_s + inside + chunks * expert_s, 2
+    if all_to_all_s > gather_s:
+        return 2 * chunks * all_to_all_s + inside, 3
+    return 2 * all_to_all_s + chunks * inside, 4

@@ -1,0 +1,92 @@
+"""What travels, by which route and in how many chunks: the way whose simulated layer takes the fewest seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Literal
+
+from thinwire.cost.links import Links
+from thinwire.cost.mixture import Portion, passes_s
+from thinwire.errors import Problems
+from thinwire.methods.experts.layout import ExpertPlacement
+from thinwire.methods.experts.options import AUTO, MOST_CHUNKS, ExpertParallel
+from thinwire.methods.experts.traffic import Rows, legs
+
+MOVES: tuple[Literal["tokens", "slices", "experts"], ...] = ("tokens", "slices", "experts")
+ROUTES: tuple[Literal["linear", "2dh", "once"], ...] = ("linear", "2dh", "once")
+
+
+def choose_way(
+    options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links
+) -> dict[ExpertParallel, float]:
+    """Seconds of one layer, forward and backward, of each way that the options leave open; the fastest first.
+
+    The simulator decides, not a closed form: on links that everything shares, that one's number of chunks takes up to a
+    quarter longer. One chunk is always tried; more are as long as they help.
+
+    Args: see `sent`. links: of the ranks that hold the experts between them.
+    """
+    seconds: dict[ExpertParallel, float] = {}
+    for way in ways_of(options, placement, local_size):
+        seconds[way] = layer_s(way, placement, rows, part_numel, local_size, links)
+        while options.chunks == AUTO and way.move != "experts" and way.route != "once" and way.chunks != MOST_CHUNKS:
+            fewer, way = way, replace(way, chunks=2 * way.num_chunks)
+            seconds[way] = layer_s(way, placement, rows, part_numel, local_size, links)
+            if seconds[way] >= seconds[fewer]:
+                break
+    return dict(sorted(seconds.items(), key=lambda item: item[1]))
+
+
+def ways_of(options: ExpertParallel, placement: ExpertPlacement, local_size: int) -> list[ExpertParallel]:
+    """What may travel, by each route that differs, where the options leave it open, in one chunk.
+
+    Raises ConfigError where no way has a use for all that is stated.
+    """
+    has_hops, found, problems = 1 < local_size < placement.ranks, [], Problems()
+    for move, route in product(MOVES, ROUTES):
+        is_same = (placement.ranks == 1 and move != "tokens") or (placement.slices == 1 and move == "slices")
+        fits = route == "linear" or (has_hops and (route == "2dh" or local_size % placement.slices == 0))
+        is_asked = (
+            options.move == move or (options.move == AUTO and not is_same),
+            options.route == route or (options.route == AUTO and fits),
+        )
+        if all(is_asked):
+            with problems.collect():
+                one = 1 if options.chunks == AUTO else options.chunks
+                found.append(replace(options, move=move, route=route, chunks=one))
+    if not found:
+        problems.raise_any()
+    return found
+
+
+def layer_s(
+    options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links
+) -> float:
+    """Seconds of one layer's forward and backward, simulated; see choose_way."""
+    # Two operations for each weight of a rank's part of an expert, or of whole ones where their weights come to it.
+    each = 2 * part_numel // placement.each * (1 if options.move == "tokens" else placement.slices)
+    forward, backward = [], []
+    for number, ways in enumerate(legs(placement, rows, options, part_numel, local_size)):
+        flops = [each * num for num in rows_there(placement, rows, options, number)]
+        forward.append(Portion(ways[0], [links.product.seconds(amount) for amount in flops], ways[1]))
+        # Gradients of inputs and of weights.
+        backward.append(Portion(ways[2], [2 * links.product.seconds(amount) for amount in flops], ways[3]))
+    nodes = [rank // max(local_size, 1) for rank in range(placement.ranks)]
+    return passes_s(nodes, forward, backward[::-1], links)
+
+
+def rows_there(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, chunk: int) -> list[int]:
+    """Rows of a chunk that each rank works on."""
+    found = []
+    for home in range(placement.ranks):
+        if options.move == "experts":
+            found.append(sum(rows.counts[home]))
+            continue
+        first, total = placement.team(home) * placement.each, 0
+        for source, counts in enumerate(rows.counts):
+            if options.move == "tokens" or source % placement.slices == home % placement.slices:
+                num = sum(counts[first : first + placement.each])
+                total += (chunk + 1) * num // options.num_chunks - chunk * num // options.num_chunks
+        found.append(total)
+    return found

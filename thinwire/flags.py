@@ -62,7 +62,7 @@ class Option:
     def spec(self) -> Any:
         """How tyro reads it; of another type for what it can't read from words."""
         own = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(self.hint, set(self.markers)))
-        if self.hint not in (bool, bool | None):
+        if self.hint not in (bool, bool | None) or not isinstance(own, PrimitiveConstructorSpec):
             return own
         return replace(own, metavar="{true,false}", choices=TRUTHS, instance_from_str=lambda words: words == ["true"])
 

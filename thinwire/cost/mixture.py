@@ -82,7 +82,7 @@ def bundled(hops: Sequence[Hop], nodes: Sequence[int]) -> list[Hop]:
     order.
     """
     num, local_size = len(nodes), nodes.count(nodes[0])
-    found = []
+    found: list[Hop] = []
     for hop in hops:
         sent: Counter[tuple[int, bool]] = Counter()
         received: Counter[tuple[int, bool]] = Counter()

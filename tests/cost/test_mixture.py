@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -108,6 +109,21 @@ def test_hops_follow_each_other_and_ranks_of_a_node_share_its_port() -> None:
     # 1 s inside for rank 1; rank 0 has the port alone until then.
     assert simulate(graph, links.machine((0, 0, 1, 1))).makespan_s == pytest.approx(1 + 3 + 0.5)
     assert Counter(task.rank for task in graph.tasks) == {0: 2, 1: 1, 2: 1}
+
+
+def test_bundled_messages_take_as_long_as_those_of_all_pairs() -> None:
+    nodes, links = (0, 0, 1, 1, 2, 2), replace(Links.stated(2.0, 4.0, 0.5, local_size=2), product=Line(0.0, 1.0))
+
+    def hop(num_bytes: float) -> dict[tuple[int, int], float]:
+        return {(a, b): num_bytes for a in range(6) for b in range(6)}
+
+    chunks = [Portion([hop(3.0)], [4.0] * 6, [hop(3.0), hop(1.0)]) for _ in range(3)]
+    every, few = (passes_s(nodes, chunks, chunks, links, most_ranks) for most_ranks in (6, 5))
+    assert few == pytest.approx(every)
+    # A receiver that all send to: one sender then has it all, and shares its port.
+    hot = {(a, 0): 4.0 for a in range(2, 6)}
+    every, few = (passes_s(nodes, [Portion([hot], [0.0] * 6, [])], [], links, most_ranks) for most_ranks in (6, 5))
+    assert every == pytest.approx(16 / 2 + 0.5) and every <= few < 1.25 * every
 
 
 def test_seconds_of_what_a_strategy_sends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from thinwire.cost.simulate import simulate
 
 # Bytes from rank to rank that leave together.
 Hop = Mapping[tuple[int, int], float]
+# Of more ranks the messages are bundled: the time that a simulation takes grows faster than the square of the messages.
+MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,50 @@ def _travel(drawing: Drawing, hops: Sequence[Hop], ready: Sequence[tuple[int, ..
     return found
 
 
-def passes_s(nodes: Sequence[int], forward: Sequence[Portion], backward: Sequence[Portion], links: Links) -> float:
-    """Seconds of the simulated forward and backward of a layer on the ranks of these nodes."""
+def passes_s(
+    nodes: Sequence[int], forward: Sequence[Portion], backward: Sequence[Portion], links: Links,
+    most_ranks: int = MOST_RANKS,
+) -> float:  # fmt: skip
+    """Seconds of the simulated forward and backward of a layer on the ranks of these nodes, all of equal size.
+
+    The messages of more than most_ranks ranks are bundled, see `bundled`.
+    """
+    if len(nodes) > most_ranks:
+        forward, backward = (
+            [Portion(bundled(each.there, nodes), each.work_s, bundled(each.back, nodes)) for each in chunks]
+            for chunks in (forward, backward)
+        )
     machine = links.machine(nodes)
     graphs = pass_graph(len(nodes), forward, is_told=True), pass_graph(len(nodes), backward, is_told=False)
     return sum(simulate(graph, machine).makespan_s for graph in graphs)
+
+
+def bundled(hops: Sequence[Hop], nodes: Sequence[int]) -> list[Hop]:
+    """Hops in which a rank sends one message inside its node and one to another node.
+
+    They carry what the rank sends on the level, or what the receiver gets where that is more, and take as long as the
+    messages of `Links.machine` do if all ranks send as much. Nodes are numbered 0, 1, and so on, with their ranks in
+    order.
+    """
+    num, local_size = len(nodes), nodes.count(nodes[0])
+    found: list[Hop] = []
+    for hop in hops:
+        sent: Counter[tuple[int, bool]] = Counter()
+        received: Counter[tuple[int, bool]] = Counter()
+        for (source, target), num_bytes in hop.items():
+            if source != target:
+                crosses = nodes[source] != nodes[target]
+                sent[source, crosses] += num_bytes  # type: ignore[assignment]
+                received[target, crosses] += num_bytes  # type: ignore[assignment]
+        bundles: dict[tuple[int, int], float] = {}
+        for rank in range(num):
+            inside = nodes[rank] * local_size + (rank + 1) % local_size
+            # Inside a node, each pair has a link of its own.
+            for target, crosses, parts in ((inside, False, local_size - 1), ((rank + local_size) % num, True, 1)):
+                if num_bytes := max(sent[rank, crosses], received[target, crosses]):
+                    bundles[rank, target] = num_bytes / parts
+        found.append(bundles)
+    return found
 
 
 def fsmoe_s(

@@ -35,7 +35,8 @@ def choose_way(
             seconds[way] = layer_s(way, placement, rows, part_numel, local_size, links)
             if seconds[way] >= seconds[fewer]:
                 break
-    return dict(sorted(seconds.items(), key=lambda item: item[1]))
+    # Of ways that differ by less than a simulation knows, the one of the fewest chunks.
+    return dict(sorted(seconds.items(), key=lambda item: (float(f"{item[1]:.3g}"), item[0].num_chunks)))
 
 
 def ways_of(options: ExpertParallel, placement: ExpertPlacement, local_size: int) -> list[ExpertParallel]:

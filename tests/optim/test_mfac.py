@@ -99,8 +99,9 @@ def test_a_step_goes_along_the_inverse_of_the_last_gradients(loads: bool) -> Non
     expected = torch.stack(seen) @ torch.stack(seen).T
     order = [(STEPS - WINDOW + at) % WINDOW for at in range(WINDOW)]
     torch.testing.assert_close(optimizer._gram[order][:, order], expected, rtol=0, atol=1e-5)
-    kept = sum(value.numel() for value in optimizer.state[model.matrix].values() if isinstance(value, Tensor))
-    part = optimizer.part_of(model.matrix)
+    matrix = model.get_parameter("matrix")
+    kept = sum(value.numel() for value in optimizer.state[matrix].values() if isinstance(value, Tensor))
+    part = optimizer.part_of(matrix)
     assert part is not None and kept == (WINDOW + 1) * 24 == optimizer.num_kept(part)
 
 
@@ -164,7 +165,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_who_takes_it() -> None:
-    groups = [{"params": [torch.zeros(2)]}, {"params": [torch.zeros(3)], "window": 4}]
+    groups: list[dict[str, Any]] = [{"params": [torch.zeros(2)]}, {"params": [torch.zeros(3)], "window": 4}]
     with pytest.raises(ConfigError, match="mfac window 4: must be the same in all groups; nearest: 32"):
         thinwire.MFAC(groups)
     for strategy in ("sdp4bit", "fsdp", "ddp", "diloco"):

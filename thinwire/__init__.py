@@ -51,7 +51,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.sequence": ("SequenceParallel",),
     "thinwire.methods.sharded": ("ShardedMethod",),
     "thinwire.models.kept": ("keep",),
-    "thinwire.optim": ("Apollo", "ApolloMini", "DGCSGD", "DionOptimizer", "LANS", "Muon", "OneBitAdamW"),
+    "thinwire.optim": (
+        "Apollo", "ApolloMini", "DGCSGD", "DionOptimizer", "InverseFisher", "LANS", "MFAC", "Muon", "OneBitAdamW",
+    ),
     "thinwire.placement": ("Placed", "Placement", "place"),
     "thinwire.planner.plan": ("plan",),
     "thinwire.pruning.folder": ("unpack",),

@@ -72,9 +72,11 @@ from thinwire.models.kept import keep as keep
 from thinwire.optim import (
     DGCSGD as DGCSGD,
     LANS as LANS,
+    MFAC as MFAC,
     Apollo as Apollo,
     ApolloMini as ApolloMini,
     DionOptimizer as DionOptimizer,
+    InverseFisher as InverseFisher,
     Muon as Muon,
     OneBitAdamW as OneBitAdamW,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +51,7 @@ from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
 from thinwire.models.moe import MoELlama, check_axes
 from thinwire.models.tensor import cut_over
+from thinwire.optim import SummingOptimizer
 from thinwire.registry import check_on_mesh
 from thinwire.state.replicas import check_agreement, optimizer_options
 from thinwire.table import SENT, Row, announce as announce_table
@@ -431,6 +432,7 @@ def parallelize(
     Then ranks compare their arguments; raises ConfigError that names the first difference.
     """
     given = AxisMethods.of(methods, model, mesh)
+    check_joint(optimizer, sizes_of(mesh))
     alike = {"methods": given.alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
     check_agreement(mesh.mesh.flatten().tolist(), alike | optimizer_options(optimizer), timeout_s)
     names, method, part, stages, tensor, experts = names_of(mesh), given.method, None, None, None, None
@@ -756,6 +758,16 @@ def node_inside(mesh: DeviceMesh, inside: DeviceMesh, local_size: int | None) ->
     ranks = mesh.mesh.flatten().tolist()
     members = [ranks.index(rank) for rank in inside.mesh.flatten().tolist()]
     return along(Topology.stated(len(ranks), local_size), members)
+
+
+def check_joint(optimizer: torch.optim.Optimizer, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError for an optimizer that looks across all parameters, where ranks of an axis have others."""
+    parts = [axis for axis in ("pipeline", "expert") if sizes.get(axis, 1) > 1]
+    if isinstance(optimizer, SummingOptimizer) and optimizer.is_joint and parts:
+        raise ConfigError(
+            f"{type(optimizer).__name__} looks across all parameters, of which ranks of the {parts[0]} axis have "
+            "others; nearest: AdamW, or thinwire.Muon"
+        )
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:

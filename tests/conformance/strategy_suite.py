@@ -112,6 +112,8 @@ ROWS = {
     "ddp-muon": Row(DDP(), 0.02, ((2, 1),), may_skip_parameters=False, optimizer="muon", reference="torch-muon"),
     "zero-apollo": Row(Zero(), 0.0, ((4, 2),), optimizer="apollo"),
     "fsdp-apollo": Row(FSDP(), 0.0, ((2, 1),), range(1, STEPS, 2), optimizer="apollo-mini"),
+    "zero-mfac": Row(Zero(), 0.0, ((4, 2),), optimizer="mfac"),
+    "fsdp-mfac": Row(FSDP(), 0.0, ((2, 1),), range(1, STEPS, 2), optimizer="mfac"),
     "zero-dion": Row(Zero(), 0.0, ((2, 1), (4, 2)), optimizer="dion"),
     "fsdp-dion-int8": Row(FSDP(), 0.4, ((4, 2),), range(1, STEPS, 2), optimizer="dion-int8", reference="dion"),
     "ddp": Row(DDP(), 0.0, FLAT_GRIDS, may_skip_parameters=False),
@@ -227,9 +229,9 @@ SAVED, AFTER = 7, 4
 # One row of each kind of state, and of each way to average gradients.
 STATEFUL = [
     "zero", "zero-bf16", "zero-muon", "fsdp-muon", "ddp-muon", "zero-dion", "fsdp-dion-int8", "zero-apollo",
-    "zero-estimates", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way",
-    "dgc", "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco", "one-byte", "lgreco-ef-topk", "lgreco-dgc",
-    "ef-topk", "sketch",
+    "zero-mfac", "zero-estimates", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch",
+    "two-way", "dgc", "onebit-adam", "fsdp-bf16", "frontier", "zeropp-loco", "one-byte", "lgreco-ef-topk",
+    "lgreco-dgc", "ef-topk", "sketch",
 ]  # fmt: skip
 REDUCING = [
     "zero-estimates", "sdp4bit", "sdp4bit-loco", "zero-compressed", "ddp", "powersgd", "powersgd-torch", "two-way",
@@ -281,6 +283,8 @@ def make_optimizer(model: nn.Module, kind: str = "adamw") -> Any:
         names = {param: name for name, param in model.named_parameters()}
         named = [{**group, "params": [(names[param], param) for param in group["params"]]} for group in groups]
         return make_named(kind, named, 0.003, matrices="up|down|side", eps=1e-4)
+    if kind == "mfac":
+        return thinwire.MFAC(groups, lr=0.01, window=6, damping=0.1)
     if kind.startswith("dion"):
         codec = "int8/32" if kind == "dion-int8" else "fp32"
         return thinwire.DionOptimizer(groups, lr=0.01, eps=1e-4, rank=8, codec=codec)

@@ -35,6 +35,11 @@ def ways(folder: Path) -> dict[str, Residency | None]:
     }
 
 
+def sampled(folder: Path, weights: Any) -> Residency:
+    """Half of the rows of what linear layers are given are kept."""
+    return Residency(store=str(folder / "store"), weights=weights, optimizer="memory", activations="sample:0.5")
+
+
 def cut_small() -> None:
     """Let every matrix be a bucket of its own, and none of them too small for the disk."""
     buckets.DEFAULT_BUCKET_NUMEL = buckets.MIN_BLOCKS_PER_SHARD = 1
@@ -61,6 +66,16 @@ def first_runs(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
             replica.save(folder / name / way, STEPS)
             told[name, way] = before, followed(replica, STEPS, 2)
             replica.optimizer.close()
+    for way in ("memory", "disk"):
+        replica = Replica.make("zero", rank, world_size, 0, 1, sampled(folder, way))
+        before = followed(replica, 0, STEPS)
+        replica.save(folder / "sampled" / way, STEPS)
+        told["sampled", way] = before, followed(replica, STEPS, 2)
+        replica.optimizer.close()
+    again = Replica.make("zero", rank, world_size, 9, 1, sampled(folder, "memory"))
+    again.load(folder / "sampled" / "disk" / f"step-{STEPS:08d}")
+    told["sampled", "again"] = before, followed(again, STEPS, 2)
+    again.optimizer.close()
     return told
 
 
@@ -100,6 +115,16 @@ def test_a_disk_changes_no_bit(first: list[dict[Any, Any]]) -> None:
             for way in ("1024", "99328", "all", "weights", "recompute"):
                 for part in (0, 1):
                     assert_same(told[name, way][part], told[name, "memory"][part])
+
+
+def test_sampled_rows_are_the_same_wherever_weights_lie_and_behind_a_restart(first: list[dict[Any, Any]]) -> None:
+    for told in first:
+        before, after = told["sampled", "memory"]
+        for way in ("disk", "again"):
+            assert_same(told["sampled", way][0], before)
+            assert_same(told["sampled", way][1], after)
+        exact = told["zero", "memory"][0]
+        assert before[0][0] == exact[0][0] and before[0][1:] != exact[0][1:]
 
 
 def test_moments_of_8_bits_are_the_same_wherever_they_lie_and_move_weights_little(

@@ -137,6 +137,9 @@ def test_an_optimizer_of_choice_is_counted() -> None:
     for name in ("zero", "frontier", "fsdp"):
         assert found.plans[name].optimizer < plain.plans[name].optimizer
         assert found.plans[name].sent[SUMS[1]] > 0 or name == "frontier"
+    joint = explain(ExplainConfig(**{**asked, "strategy": "ddp,zero"}, optimizer="mfac"), Problems()).plans
+    assert joint["ddp"].optimizer == 4 * 33 * sum(param.numel() for param in model.parameters())
+    assert joint["zero"].sent["products of gradients", "inter"] == 3 * 8 * 33
 
 
 def test_an_optimizer_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

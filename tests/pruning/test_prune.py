@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from thinwire.errors import ConfigError
 from thinwire.models import MoELlama, build_model, build_skeleton
 from thinwire.models.kept import whole
 from thinwire.models.moe import MIXTURES, MoE, mixtral_config, mixtral_weights
-from thinwire.pruning.masks import mask_of, scores
+from thinwire.pruning.curvature import gradients, surgery
+from thinwire.pruning.masks import lowest, mask_of, scores
 from thinwire.pruning.prune import prune
 
 SMALL = replace(MIXTURES["moe-tiny"], hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=4)
@@ -115,6 +117,50 @@ def test_gates_lower_the_error_of_what_is_routed() -> None:
         errors[method] = float(total.sum())
     # Attention before it is pruned in the same way by the first two methods.
     assert errors["moe-pruner"] < errors["wanda"] < errors["magnitude"] < errors["random"]
+
+
+def highest(num: int, score: Tensor) -> Tensor:
+    """All but the lowest of each row."""
+    return ~lowest(score, score.shape[-1] - num)
+
+
+def test_what_stays_makes_up_for_what_goes() -> None:
+    """Rows of 24 and 30 gradients, against dense matrices in fp64; one weight alone costs its saliency."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(3, 24, generator=generator, dtype=torch.float64)
+    rows = torch.randn(3, 30, 24, generator=generator, dtype=torch.float64)
+    dense = 0.1 * torch.eye(24, dtype=torch.float64) + rows.mT @ rows / 30
+    saliency = weight.square() / dense.inverse().diagonal(dim1=-2, dim2=-1)
+    for num in (1, 12):
+        stays, values = surgery(weight, rows, 0.1, partial(highest, len(weight[0]) - num))
+        assert torch.equal(stays, ~lowest(saliency, num)) and torch.equal(values != 0, stays)
+        for row in range(3):
+            kept, lost = stays[row].nonzero().flatten(), (~stays[row]).nonzero().flatten()
+            moved = torch.linalg.solve(dense[row][kept][:, kept], dense[row][kept][:, lost] @ weight[row, lost])
+            torch.testing.assert_close(values[row, kept], weight[row, kept] + moved, rtol=1e-9, atol=1e-9)
+        if num == 1:
+            step = (values - weight).unsqueeze(-1)
+            cost = (step.mT @ dense @ step).flatten()
+            torch.testing.assert_close(cost, saliency.amin(-1), rtol=1e-9, atol=1e-9)
+
+
+def test_curvature_prunes_a_mixture_as_other_methods_do() -> None:
+    """The same shares go, other weights than by size, and what stays has moved; gradients are those of a backward."""
+    model, plain = small(), small()
+    wanted = "model.layers.0.self_attn.q_proj.weight"
+    (found,) = gradients(plain, [plain.get_parameter(wanted)], text(2, 2))
+    tokens = text(2, 2)[1][1:]
+    nn.functional.cross_entropy(plain(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    torch.testing.assert_close(found[3], plain.get_parameter(wanted).grad)
+    done, by_size = prune(model, text(2, 2), method="obs"), prune(small(), text(2, 2), method="magnitude")
+    assert done.masks.keys() == by_size.masks.keys() and done.sparsity == by_size.sparsity
+    for name, mask in done.masks.items():
+        weight = model.get_parameter(name).detach()
+        assert torch.equal(weight != 0, mask) and mask.shape == by_size.masks[name].shape
+    weight, before = (each.get_parameter(wanted).detach() for each in (model, plain))
+    assert not torch.equal(done.masks[wanted], by_size.masks[wanted])
+    assert float((weight - before)[done.masks[wanted]].abs().max()) > 1e-3
+    assert all(param.requires_grad for param in model.parameters())
 
 
 def masks_of_rank(rank: int, world_size: int) -> dict[str, Tensor]:

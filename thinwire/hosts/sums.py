@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
 from thinwire.methods.interface import Cuts
 from thinwire.methods.sums import Groups, Round, parts_of, rounds_of, sent_by_rounds
 from thinwire.optim import Shards, SummingOptimizer
@@ -52,7 +53,13 @@ class JoinedSums:
         options: Groups,
         seed: Callable[[], int],
     ) -> JoinedSums:
-        """Make the optimizer step pieces. held: this rank's, by parameter. cuts: how each group cuts its parameters."""
+        """Make the optimizer step pieces. held: this rank's, by parameter. cuts: how each group cuts its parameters.
+
+        Raises ConfigError for sums over the parameters of several groups.
+        """
+        if optimizer.is_joint and sum(bool(own) for _, own in cuts) > 1:
+            name = type(optimizer).__name__
+            raise ConfigError(f"{name} looks across all parameters, which lie on several groups; nearest: AdamW")
         parts = {name: part for comm, own in cuts for name, part in parts_of(own, comm.rank, options).items()}
         rounds = [(comm, rounds_of(optimizer, parts_of(own, comm.rank, options), comm.topology)) for comm, own in cuts]
         device = next((piece.device for piece in held.values()), torch.device("cpu"))
@@ -82,4 +89,5 @@ class JoinedSums:
         total = sum(len({name for name, _ in each.sums}) for each in first)
         cut = sum(len(set[str]().union(*(each.travelling for each in rounds))) for _, rounds in self.groups)
         why = f"as {self.optimizer.codec}, {self.bytes_per_step / 1e6:.3f} MB from this rank in a step"
-        return [(self.optimizer.operation, f"{total} tensors, of {cut} of which ranks exchange parts", why)]
+        what = f"{total} tensors, of {cut} of which ranks exchange parts"
+        return [(self.optimizer.operation, "all parameters together" if self.optimizer.is_joint else what, why)]

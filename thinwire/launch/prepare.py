@@ -281,8 +281,9 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
             f"residency: {optimizer} looks across matrices, and from a disk it gets pieces; nearest: adamw"
         )
     residency, floor = resolved(run, model)
-    if config.compile and (residency.weights == "disk" or residency.activations == "recompute"):
-        problems.messages.append("--compile: weights or activations that come and go can't be compiled; leave it out")
+    if config.compile and (residency.weights == "disk" or residency.activations not in ("auto", "keep")):
+        what = "weights or activations that come and go, or samples of them,"
+        problems.messages.append(f"--compile: {what} can't be compiled; leave it out")
     problems.note(floor.check, residency.memory_bytes)
     if floor.disk:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))

@@ -14,6 +14,7 @@ from thinwire.optim.apollo import Apollo, ApolloMini
 from thinwire.optim.dgc_sgd import DGCSGD
 from thinwire.optim.dion import DionOptimizer
 from thinwire.optim.lans import LANS
+from thinwire.optim.mfac import MFAC
 from thinwire.optim.muon import Muon
 from thinwire.optim.onebit_adam import OneBitAdamW
 
@@ -26,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "dion": DionOptimizer,
     "apollo": Apollo,
     "apollo-mini": ApolloMini,
+    "mfac": MFAC,
     "dgc-sgd": DGCSGD,
     "onebit-adam": OneBitAdamW,
 }
@@ -33,6 +35,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ELEMENTWISE = ("adamw", "sgd", "sgd-plain")
 # Optimizers that draw by the names of parameters.
 NAMED = ("apollo", "apollo-mini")
+# Optimizers whose update of one parameter depends on all others.
+JOINT = ("mfac",)
 # Optimizers that make the updates of matrices orthonormal, and take groups that say of which.
 MATRIXWISE = ("muon", "dion")
 # Optimizers that take parts of matrices on a tensor axis, whose ranks bring them together.
@@ -43,9 +47,9 @@ GIVEN = {
     "differentiable",
 }  # fmt: skip
 # Optimizers of methods that cut tensors: the others' ranks sum what looks across pieces.
-SHARDED = (*MESHED, *NAMED)
+SHARDED = (*MESHED, *NAMED, *JOINT)
 # Optimizers that look across the elements of a tensor.
-WHOLE = ("lans", *MATRIXWISE, *NAMED)
+WHOLE = ("lans", *MATRIXWISE, *NAMED, *JOINT)
 # Optimizers that take any gradient and have no communication of their own.
 GENERAL = (*ELEMENTWISE, *WHOLE)
 

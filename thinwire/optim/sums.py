@@ -89,10 +89,12 @@ class SummingOptimizer(Parameterwise):
     describes what is summed, so that the bytes are known before anything runs. Other tensors take AdamW's step, with
     the group's `betas`, `eps` and `weight_decay`.
 
-    operation: what the meter calls the sums. codec: of the sums that may lose digits.
+    operation: what the meter calls the sums. codec: of the sums that may lose digits. is_joint: whether a sum is over
+    parameters too, so that each rank must have a part of all of them.
     """
 
     needs_whole_tensors = True
+    is_joint: ClassVar[bool] = False
     title: ClassVar[str]
     num_rounds: ClassVar[int]
     operation: ClassVar[str]
@@ -167,13 +169,17 @@ class SummingOptimizer(Parameterwise):
         names, updates = [name for name, _ in self._updates], [update for _, update in self._updates]
         sent = [next(update) for update in updates]
         for number in range(self.num_rounds):
-            received = sent
-            if self.shards is not None:
-                totals = self.shards.total(number, dict(zip(names, sent, strict=True)))
-                received = [totals[name] for name in names]
+            received = self._totals(number, names, sent)
             sent = [_resume(update, values) for update, values in zip(updates, received, strict=True)]
         self._updates.clear()
         return loss
+
+    def _totals(self, number: int, names: Sequence[str], sent: Sequence[Values]) -> list[Values]:
+        """What the updates are sent for what they have yielded."""
+        if self.shards is None:
+            return list(sent)
+        totals = self.shards.total(number, dict(zip(names, sent, strict=True)))
+        return [totals[name] for name in names]
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         part = self._part(param, group)

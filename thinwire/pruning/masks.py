@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 
-METHODS = ("moe-pruner", "wanda", "magnitude", "random")
+METHODS = ("moe-pruner", "wanda", "magnitude", "random", "obs")
 PATTERNS = ("rows", "2:4")
 GROUP, GROUP_DROPS = 4, 2
 

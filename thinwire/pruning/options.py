@@ -22,9 +22,9 @@ class PruneConfig:
     """The folder to write; it must be empty, or not exist."""
     sparsity: float = 0.5
     """Share of each row that becomes zero."""
-    method: Literal["moe-pruner", "wanda", "magnitude", "random"] = "moe-pruner"
+    method: Literal["moe-pruner", "wanda", "magnitude", "random", "obs"] = "moe-pruner"
     """Score of a weight: moe-pruner (size, and the norm of its inputs times their gates), wanda (without gates),
-    magnitude, or random."""
+    magnitude, random, or obs (what the loss grows by; what is kept makes up for it)."""
     pattern: Literal["rows", "2:4"] = "rows"
     """rows: the lowest of each row; 2:4: two of every four neighbours."""
     packed: bool = False

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from thinwire.codecs.random import named_seed, uniform
 from thinwire.errors import ConfigError
+from thinwire.pruning.curvature import gradients, operate
 from thinwire.pruning.masks import check, check_width, mask_of, scores
 
 # Parts of a layer that choose experts.
@@ -69,7 +70,8 @@ def prune(
         model: a model of thinwire, or a causal LM of transformers 5.
         batches: tokens, int64 [batch, seq] each.
         sparsity: share of each row that becomes zero.
-        method: moe-pruner, wanda (all gates 1), magnitude (all norms 1), random.
+        method: moe-pruner, wanda (all gates 1), magnitude (all norms 1), random; obs: by the gradients of each
+            sequence's loss, behind the layers that are pruned already, see `surgery`; in one process.
         pattern: rows, or 2:4.
         seed: of `random`.
         group: the ranks; None: all.
@@ -78,6 +80,10 @@ def prune(
     """
     check(method, pattern, sparsity)
     layers = layers_of(model)
+    many = dist.is_available() and dist.is_initialized()
+    if method == "obs" and many and dist.get_world_size(group) > 1:
+        raise ConfigError("--method obs: gradients are those of one process; nearest: wanda, or one process")
+    batches = list(batches)
     was_training = model.training
     model.eval()
     inputs, calls = first_inputs(model, layers, batches)
@@ -87,11 +93,14 @@ def prune(
             targets = list(watched(layer, prefix, hooks, is_gated=method == "moe-pruner"))
             for x, call in zip(inputs, calls, strict=True):
                 call.run(layer, number, x)
-        if dist.is_available() and dist.is_initialized():
+        if many:
             for squares in {id(target.squares): target.squares for target in targets}.values():
                 dist.all_reduce(squares, group=group)
-        for target in targets:
-            prune_one(target, done, sparsity, method, pattern, seed)
+        if method == "obs":
+            prune_by_curvature(model, targets, batches, done, sparsity, pattern)
+        else:
+            for target in targets:
+                prune_one(target, done, sparsity, method, pattern, seed)
         inputs = [call.run(layer, number, x) for x, call in zip(inputs, calls, strict=True)]
     model.train(was_training)
     return done
@@ -112,6 +121,20 @@ def prune_one(target: Target, done: Pruned, sparsity: float, method: str, patter
     mask = mask.transpose(-1, -2).contiguous() if target.is_transposed else mask
     target.weight.mul_(mask)
     done.masks[target.name] = mask
+
+
+def prune_by_curvature(
+    model: nn.Module, targets: list[Target], batches: list[Tensor], done: Pruned, sparsity: float, pattern: str
+) -> None:
+    """Choose by gradients what stays of a layer's targets, which makes up for the rest."""
+    found = gradients(model, [target.weight for target in targets], batches)
+    for target, grads in zip(targets, found, strict=True):
+        matrices = target.matrices()
+        check_width(target.name, matrices.shape[-1], pattern)
+        grads = grads.transpose(-1, -2) if target.is_transposed else grads
+        stays, values = operate(matrices, grads, lambda score: mask_of(score, pattern, sparsity))
+        matrices.copy_(values)
+        done.masks[target.name] = stays.transpose(-1, -2).contiguous() if target.is_transposed else stays
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

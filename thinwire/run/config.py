@@ -80,8 +80,8 @@ class TrainConfig:
     """Most sequences in one forward pass of one worker; the number of accumulation steps follows from it."""
     optimizer: str | None = None
     """adamw (betas 0.9 and 0.95), sgd (momentum 0.9), sgd-plain, lans, muon, dion, apollo or apollo-mini (for the
-    matrices of layers; adamw for the rest), dgc-sgd or onebit-adam; by default the strategy's own choice. Options stand
-    in brackets: dion[rank=32,codec=int8/64]."""
+    matrices of layers; adamw for the rest), mfac, dgc-sgd or onebit-adam; by default the strategy's own choice. Options
+    stand in brackets: dion[rank=32,codec=int8/64]."""
     lr: float = 3e-4
     """Peak learning rate. It rises linearly during the warm-up, then falls along a cosine to a tenth of the peak."""
     weight_decay: float = 0.1

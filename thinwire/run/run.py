@@ -17,7 +17,7 @@ from thinwire.methods.memory import Residency
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
-from thinwire.optim import MESHED, OPTIMIZERS, WHOLE
+from thinwire.optim import JOINT, MESHED, OPTIMIZERS, WHOLE
 from thinwire.options import (
     CHOSEN_FROM,
     DEFAULT_INNER,
@@ -142,6 +142,12 @@ def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertPa
     if name in WHOLE and name not in MESHED and config.mesh_shape.tensor > 1:
         raise ConfigError(
             f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, MESHED)}"
+        )
+    parts = [axis for axis in ("pipeline", "expert") if config.mesh_shape.sizes.get(axis, 1) > 1]
+    if name in JOINT and parts:
+        raise ConfigError(
+            f"--optimizer {name} looks across all parameters, of which ranks of the {parts[0]} axis have others"
+            f"{nearest(name, MESHED)}"
         )
     if name in WHOLE and experts is not None and experts.slices > 1:
         raise ConfigError(f"--optimizer {name} needs whole matrices, which --experts.slices {experts.slices} cuts")

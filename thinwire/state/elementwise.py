@@ -23,9 +23,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     The halves get gradients of very different size, so any norm, factorisation or matrix operation shows. A
     SummingOptimizer such as thinwire.Muon passes, because hosts add up the sums over its pieces.
     """
+    if isinstance(optimizer, SummingOptimizer):
+        return
     name = type(optimizer).__name__
     # Flat pieces of a parameter, on which it is tried below, are no matrices.
-    if needs_whole_tensors(optimizer) and not isinstance(optimizer, SummingOptimizer):
+    if needs_whole_tensors(optimizer):
         nearest = "thinwire.Muon, " if isinstance(optimizer, torch.optim.Muon) else ""
         raise ConfigError(
             f"{name} can't be sharded: its update of one element depends on others of the same tensor; take {nearest}a "
@@ -98,8 +100,8 @@ def _stepped_twin(
         values, gradients = values.view(shape), gradients.view(shape)
     params = [values[piece].clone() for piece in pieces]
     twin = object.__new__(type(optimizer))
-    # An instance attribute `step` is a scheduler's wrapper around the original, and `shards` are the original's own.
-    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in ("step", "shards")})
+    # An instance attribute `step` is a scheduler's wrapper around the original.
+    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     twin.state = defaultdict(dict)
     first = like if like is not None else next(iter(group["params"]), None)
     if first is not None and (held := optimizer.state.get(first)):

@@ -11,6 +11,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.offload.activations import recompute
 from thinwire.hosts.offload.replicas import Replicas, is_large
 from thinwire.hosts.offload.room import MemoryRoom, give_pages_back
+from thinwire.hosts.offload.sampling import RowSampler
 from thinwire.hosts.offload.states import StatesOnDisk
 from thinwire.hosts.offload.weights import WeightsOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket
@@ -33,12 +34,14 @@ class Residence:
         holds_states: masters and the optimizer's state lie on the disk.
         replicas: the weights on the disk; None: all weights are in memory.
         num_layers: number of layers that are recomputed in backward.
+        sampler: keeps a sample of activations; None: all are kept.
     """
 
     def __init__(
-        self, residency: Residency, units: Sequence[Unit], *, weights: bool, states: bool, num_layers: int
-    ) -> None:
-        self.num_layers = num_layers
+        self, residency: Residency, units: Sequence[Unit], *, weights: bool, states: bool, num_layers: int,
+        sampler: RowSampler | None,
+    ) -> None:  # fmt: skip
+        self.num_layers, self.sampler = num_layers, sampler
         self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
         self.room, self.holds_states, self._num_updates = MemoryRoom(residency.memory_bytes), states, 0
         self.replicas: Replicas | None = None
@@ -66,9 +69,10 @@ class Residence:
             why = "are cut over ranks already" if cut else f"lie on {device}"
             raise ConfigError(f"residency: weights that {why} can't lie on a disk; nearest: weights='memory'")
         num_layers = recompute(model) if residency.activations == "recompute" else 0
-        if not (weights or states or num_layers):
+        sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
+        if not (weights or states or num_layers or sampler):
             return None
-        return cls(residency, units, weights=weights, states=states, num_layers=num_layers)
+        return cls(residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler)
 
     def take(self, bucket: FlatBucket) -> None:
         """Register a new bucket."""
@@ -128,6 +132,9 @@ class Residence:
                 "weights", f"{replicas.total_bytes / 1e6:.3f} MB on this rank's disk, in {len(replicas.spots)} buckets",
                 f"{replicas.capacity_bytes / 1e6:.1f} MB in memory at a time; gradients are freed when they leave",
             ))  # fmt: skip
+        if self.sampler is not None:
+            what = f"{self.sampler.ratio:g} of the rows of what {self.sampler.num_layers} linear layers are given"
+            rows.append(("activations", what, "the gradient of their weights is an estimate without bias"))
         if self.num_layers:
             rows.append(("activations", f"{self.num_layers} layers keep their inputs", "the rest is computed again"))
         files = list(self._states.shelf.files.values()) if self._states is not None else []

@@ -133,6 +133,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         if overlap or comes_and_goes:
             self._guard_weights()
         self._residence = residence
+        if residence is not None and residence.sampler is not None:
+            residence.sampler.seed = partial(self._seeds.activations, ranks.comm.rank)
 
     def _join(self, inner: SummingOptimizer, states: StatesInMemory, across: Groups) -> JoinedSums:
         held = {owned.slot.name: owned.master for owned in states.owned if owned.slot.name in across}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from thinwire.codecs import derive_seed
 from thinwire.layout.buckets import BucketLayout
 
-GRADIENTS, WEIGHTS, UPDATES = 0, 1, 2
+GRADIENTS, WEIGHTS, UPDATES, ACTIVATIONS = 0, 1, 2, 3
 
 
 @dataclass
@@ -29,3 +29,7 @@ class Seeds:
     def updates(self) -> int:
         """Seed for an optimizer's sums over ranks."""
         return derive_seed(self.base, self.step, 0, UPDATES)
+
+    def activations(self, rank: int) -> int:
+        """The seed of what a rank keeps of activations."""
+        return derive_seed(self.base, self.step, rank, ACTIVATIONS)

@@ -58,7 +58,7 @@ def zero(
 
     Args:
         model: the same on all ranks; parameters in fp32, bf16 or fp16.
-        optimizer: elementwise, such as AdamW, or thinwire.Muon, Apollo or ApolloMini. It then steps flat fp32 pieces of
+        optimizer: elementwise, such as AdamW, or thinwire.Muon, Apollo or MFAC. It then steps flat fp32 pieces of
             the parameters.
         method: what travels and how, such as `thinwire.SDP4Bit()`.
         group: the ranks that hold replicas of this model: a process group, one dimension of a DeviceMesh, None for all.

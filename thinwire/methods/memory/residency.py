@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from thinwire.codecs import Codec, Identity, Integer
-from thinwire.errors import ConfigError, Problems
+from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
 from thinwire.methods.options import FP32, CodecRule, check_types, codec_of
 from thinwire.tiers.coding import Coding
@@ -15,6 +16,8 @@ from thinwire.tiers.coding import Coding
 FP32_BYTES = 4
 # The kinds of state that are sums or means of squares.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
+# What a forward keeps; SAMPLE stands before a share.
+ACTIVATIONS, SAMPLE = ("auto", "keep", "recompute"), "sample"
 # Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
 SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
 # Sub-groups begin where blocks of the disk do.
@@ -63,11 +66,12 @@ class Residency:
     states: str = FP32
     """Codec of the optimizer's moments on the disk: fp32, or integers rounded at random, such as int8/64; of second
     moments their square roots. Masters stay fp32."""
-    activations: Literal["auto", "keep", "recompute"] = "auto"
+    activations: str = "auto"
     """What a forward keeps for its backward: keep: everything.
 
     recompute: only each layer's input, and the rest is computed
-    again; auto: in `thinwire train`, recompute if the budget needs it."""
+    again; sample:0.3: that share of the rows of what linear layers are given, by which the gradient of weights is
+    estimated without bias; auto: in `thinwire train`, recompute if the budget needs it."""
     sub_group: int | None = None
     """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget."""
     disk_rate: str | None = None
@@ -79,6 +83,8 @@ class Residency:
             check_types(self)
             if self.memory is not None and not read_bytes(self.memory):
                 raise ConfigError(f"memory {self.memory!r}: must be above 0")
+            if isinstance(self.activations, str):
+                share_of(self.activations)
         with problems.collect():
             if self.disk_rate is not None:
                 read_byte_rate(self.disk_rate)
@@ -98,6 +104,11 @@ class Residency:
     def memory_bytes(self) -> int | None:
         """The budget in bytes; None: no budget."""
         return None if self.memory is None else read_bytes(self.memory)
+
+    @property
+    def sampled(self) -> float | None:
+        """The share of rows that is kept of the inputs of linear layers; None: all."""
+        return share_of(self.activations)
 
     @property
     def rate(self) -> float | None:
@@ -146,3 +157,23 @@ class Residency:
         if self.memory_bytes is None:
             return SUB_GROUP
         return max(1, min(SUB_GROUP, int(self.memory_bytes * PASSING_SHARE) // (3 * num_kinds * FP32_BYTES)))
+
+
+def share_of(activations: str) -> float | None:
+    """The share of sample:SHARE; None for another word. Raises ConfigError for what is neither, or out of range."""
+    word, _, text = activations.partition(":")
+    if activations in ACTIVATIONS:
+        return None
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if word != SAMPLE or math.isnan(share):
+        known = (*ACTIVATIONS, f"{SAMPLE}:0.3")
+        raise ConfigError(
+            f"activations {activations!r}: must be one of {', '.join(known)}{nearest(activations, known)}"
+        )
+    if not 0 < share <= 1:
+        close = 0.1 if share <= 0 else 1
+        raise ConfigError(f"activations {activations!r}: the share must be above 0 and at most 1; nearest: {close}")
+    return share

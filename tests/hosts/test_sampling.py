@@ -1,0 +1,179 @@
+"""WTA-CRS: rows that are kept of activations make an estimate of the gradient of weights without bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import thinwire
+from thinwire.codecs.random import uniform
+from thinwire.errors import ConfigError
+from thinwire.hosts.offload.activations import kept_bytes
+from thinwire.hosts.offload.sampling import RowSampler
+from thinwire.methods.memory.sampling import chosen, num_certain, num_kept
+
+ROWS, KEPT, DRAWS = 200, 60, 2000
+
+
+def test_how_many_rows_are_certain() -> None:
+    shares = torch.tensor([0.5, 0.3, 0.06] + [0.02] * 7, dtype=torch.float64)
+    assert num_certain(shares, 4) == 2
+    assert num_certain(torch.full((10,), 0.1, dtype=torch.float64), 4) == 0
+    assert [num_kept(*given) for given in ((0.3, 4096), (0.3, 20), (0.3, 7), (1.0, 50))] == [1229, 10, 7, 50]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
+def test_an_estimate_has_no_bias_and_less_variance_than_plain_sampling(spread: float) -> None:
+    """Rows whose sizes are log-normal: 2000 draws, against as many rows drawn by their shares alone."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.exp(spread * torch.randn(ROWS, generator=generator))
+    h = torch.randn(ROWS, 8, generator=generator) * sizes[:, None]
+    dz = torch.randn(ROWS, 6, generator=generator)
+    weights, exact = h.norm(dim=1) * dz.norm(dim=1), h.T @ dz
+    shares = weights.double() / weights.double().sum()
+    plain_index = torch.searchsorted(shares.cumsum(0), uniform(1, 0, DRAWS * KEPT).double()).clamp(max=ROWS - 1)
+    estimates: dict[str, list[Tensor]] = {"own": [], "plain": []}
+    for draw in range(DRAWS):
+        index, scales = chosen(weights, KEPT, draw)
+        assert len(index) == len(scales) == KEPT
+        estimates["own"].append((h[index] * scales[:, None]).T @ dz[index])
+        at = plain_index[draw * KEPT :][:KEPT]
+        estimates["plain"].append((h[at] / (KEPT * shares[at, None]).float()).T @ dz[at])
+    own, plain = (torch.stack(found) for found in estimates.values())
+    errors = [(found - exact).square().sum((1, 2)).mean() for found in (own, plain)]
+    # The distance that chance alone leaves in the mean, and half of it more.
+    assert float((own.mean(0) - exact).norm()) < 1.5 * float((errors[0] / DRAWS).sqrt())
+    certain = num_certain(shares.sort(descending=True).values, KEPT)
+    mass = float(shares.sort(descending=True).values[:certain].sum())
+    assert (certain == 0) == (spread == 0)
+    assert float(errors[0] / errors[1]) < 1.1 * (1 - mass) * KEPT / (KEPT - certain)
+
+
+def test_rows_without_weight_are_never_kept_and_no_weights_at_all_are_equal() -> None:
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 1.0])
+    for seed in range(20):
+        index, scales = chosen(weights, 4, seed)
+        assert not {0, 2} & set(index[scales > 0].tolist())
+    for odd in (torch.zeros(5), torch.tensor([1.0, float("nan"), 1.0, 1.0, 1.0])):
+        index, scales = chosen(odd, 3, 0)
+        torch.testing.assert_close(scales, torch.full((3,), 5 / 3))
+        assert int(index.max()) < 5
+
+
+class Block(nn.Module):
+    """q, k and v of one input, gate and up of another, and layers whose weights are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16, bias=bias) for bias in (True, False, False))
+        self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.norm = nn.RMSNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = x + self.q(y) * self.k(y) + self.v(y) + self.base(y)
+        z = self.norm(y)
+        return y + self.down(torch.tanh(self.gate(z)) * self.up(z))
+
+
+class Blocks(nn.Module):
+    def __init__(self, run: Callable[..., Tensor] = lambda layer, x: layer(x)) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.run = run
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+
+def gradients(model: nn.Module, x: Tensor, **given: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and all gradients."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x, **given)
+    y.square().sum().backward()
+    assert x.grad is not None
+    found = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    return y.detach(), {"input": x.grad, **found}
+
+
+def test_only_the_gradients_of_weights_are_estimates() -> None:
+    """Of two micro-batches and two steps, with recomputation or without; all rows are exact."""
+    x = torch.randn(4, 12, 16, generator=torch.Generator().manual_seed(1))
+    plain, again = Blocks(), Blocks(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    y, exact = gradients(plain, x)
+    samplers = [RowSampler(model, 0.3) for model in (plain, again)]
+    assert samplers[0].num_layers == 14
+    seen = []
+    for step in range(2):
+        for sampler in samplers:
+            sampler.seed = lambda step=step: step  # type: ignore[misc]
+        for _ in range(2):
+            (own, estimates), (_, others) = (gradients(model, x) for model in (plain, again))
+            assert torch.equal(own, y) and estimates.keys() == exact.keys()
+            for name, gradient in estimates.items():
+                assert torch.equal(gradient, others[name]), name
+                is_sampled = name.endswith("weight") and "norm" not in name
+                assert torch.allclose(gradient, exact[name], rtol=1e-4, atol=1e-4) != is_sampled, name
+            seen.append(estimates["layers.0.q.weight"])
+    assert len({float(each.sum()) for each in seen}) == 4, "each micro-batch of each step draws anew"
+    with torch.no_grad():
+        assert torch.equal(plain(x), y)
+    whole = Blocks()
+    RowSampler(whole, 1.0)
+    for name, gradient in gradients(whole, x)[1].items():
+        torch.testing.assert_close(gradient, exact[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_inputs_that_layers_share_are_kept_once() -> None:
+    """Of 40 rows 12 of each distinct input: those of q, k and v, of gate and up, and of down."""
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+
+    class Six(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            found = torch.cat([self.q(x), self.k(x), self.v(x)], dim=1)
+            inner = torch.cat([self.gate(x + 1), self.up(x + 2)], dim=1)
+            return torch.cat([found, inner, self.down(torch.zeros(40, 24))], dim=1)
+
+    model = nn.Sequential(nn.ModuleList([Six()]))
+    model.forward = lambda x: model[0][0](x)  # type: ignore[method-assign, index]
+    whole = kept_bytes(model, x)
+    RowSampler(model, 0.3)
+    assert whole == 4 * 40 * (16 + 16 + 16 + 24)
+    assert kept_bytes(model, x) == 12 * (4 * (16 + 16 + 16 + 24) + 4 * 8)
+
+
+def test_what_a_mask_leaves_out_is_neither_counted_nor_kept() -> None:
+    """A third of the rows are padding: the estimate has no bias for what is left, of which 0.5 is kept."""
+    x = torch.randn(2, 30, 16, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 30)
+    mask[:, 20:] = 0
+    model = Blocks()
+    sampler = RowSampler(model, 0.5)
+    gradients(model, x, attention_mask=mask)
+    kept = sampler._last
+    assert kept is not None and len(kept.places) == 20 and not mask.flatten()[kept.places].eq(0).any()
+
+
+@pytest.mark.parametrize(
+    ("activations", "message"),
+    [
+        ("sample:0", "activations 'sample:0': the share must be above 0 and at most 1; nearest: 0.1"),
+        ("sample:1.5", "nearest: 1"),
+        ("sample", "must be one of auto, keep, recompute, sample:0.3"),
+        ("recomput", "did you mean 'recompute'"),
+    ],
+)
+def test_options_are_checked(activations: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        thinwire.Residency(activations=activations)

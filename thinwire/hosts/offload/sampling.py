@@ -1,0 +1,101 @@
+"""Linear layers that keep a sample of their inputs' rows for the gradient of their weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from thinwire.codecs import derive_seed
+from thinwire.codecs.random import named_seed
+from thinwire.layout.layers import layers_of
+from thinwire.methods.memory.sampling import chosen, num_kept
+
+
+class Kept(NamedTuple):
+    """What is kept of an input: its rows [k, features], each times what it counts, and their numbers, int64 [k]."""
+
+    source: weakref.ref[Tensor]
+    version: int
+    rows: Tensor
+    places: Tensor
+
+
+class RowSampler:
+    """Lets every linear layer inside the model's layers keep a sample of its input's rows; see `chosen`.
+
+    Outputs and the gradients of inputs are exact. A row weighs what its norm is. Layers that are given the same tensor,
+    such as those of q, k and v, share one sample. Draws depend on the seed, the number of the forward in its step, and
+    the name of the first such layer: a layer that is computed again draws the same rows. Rows that a keyword argument
+    `attention_mask` [batch, seq] of the model leaves out are neither counted nor kept. In forwards without gradients,
+    and of layers whose weights have none, nothing is drawn.
+
+    seed: of the step under way.
+    """
+
+    def __init__(self, model: nn.Module, ratio: float) -> None:
+        self.ratio = ratio
+        self.seed: Callable[[], int] = lambda: 0
+        self._number = 0
+        self._step: int | None = None
+        self._last: Kept | None = None
+        self._mask: Tensor | None = None
+        names = {module: name for name, module in model.named_modules()}
+        linears = {each for layer in layers_of(model) for each in layer.modules() if isinstance(each, nn.Linear)}
+        self.num_layers = len(linears)
+        for linear in linears:
+            linear.forward = partial(self._forward, names[linear], linear, linear.forward)  # type: ignore[method-assign]
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            step = self.seed()
+            self._number = self._number + 1 if step == self._step else 0
+            self._step, self._last = step, None
+            mask = kwargs.get("attention_mask")
+            self._mask = mask.flatten() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def _forward(self, name: str, linear: nn.Linear, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and linear.weight.requires_grad):
+            return plain(x)
+        kept = self._last
+        if kept is None or kept.source() is not x or kept.version != x._version:
+            kept = self._last = self._keep(name, x.detach(), weakref.ref(x))
+        return SampledLinear.apply(x, linear.weight, linear.bias, kept.rows, kept.places)
+
+    def _keep(self, name: str, x: Tensor, source: weakref.ref[Tensor]) -> Kept:
+        rows = x.flatten(0, -2)
+        counts = self._mask if self._mask is not None and len(self._mask) == len(rows) else None
+        num = num_kept(self.ratio, len(rows) if counts is None else max(1, int(counts.count_nonzero())))
+        weights = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        weights = weights if counts is None else weights * (counts != 0)
+        index, scales = chosen(weights, num, derive_seed(named_seed(self.seed(), name), self._number))
+        return Kept(source, x._version, rows[index] * scales.to(x.dtype).unsqueeze(1), index)
+
+
+class SampledLinear(torch.autograd.Function):
+    """x W^T + b, whose gradient by W is estimated from the rows that were kept of x."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, index: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(weight, rows, index)
+        ctx.has_bias = bias is not None  # type: ignore[attr-defined]
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rows, index = ctx.saved_tensors
+        by_input = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        flat = grad.flatten(0, -2)
+        by_weight = (flat[index].T @ rows.to(grad.dtype)).to(weight.dtype)
+        by_bias = flat.sum(0).to(weight.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return by_input, by_weight, by_bias, None, None

@@ -112,7 +112,11 @@ def _check(what: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
 
 
 def encode(x: Tensor, out: Tensor, groups: Groups, *, rotation: int, rounding: Rounding) -> Tensor:
-    """Encode H x (`rotation` 0: x itself) as integers into the packet `out`; x is zero-padded to whole rows."""
+    """Encode H x (`rotation` 0: x itself) as integers into the packet `out`; x is zero-padded to whole rows.
+
+    Shape:
+        x: flat fp32 [n]. out: uint8, the packet of n elements, padded to whole rows.
+    """
     kernels = numba_module("integer", x.device)
     if kernels is None:
         if rotation:
@@ -142,7 +146,11 @@ def encode(x: Tensor, out: Tensor, groups: Groups, *, rotation: int, rounding: R
 
 
 def decode(packets: Sequence[Tensor], out: Tensor, groups: Groups, *, add: bool) -> Tensor:
-    """out = the sum of the packets' values in their order, or out += each of them."""
+    """Decode integers: out = the sum of the packets' values in their order, or, with `add`, out += each of them.
+
+    Shape:
+        packets: uint8, each the packet of n elements. out: fp32 [n].
+    """
     kernels = numba_module("integer", out.device)
     if kernels is None:
         for number, packet in enumerate(packets):

@@ -39,7 +39,7 @@ def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all"
 
 
 def rows_bytes(num_rows: int, width: int, dtype: torch.dtype, codec: Codec | None = None) -> int:
-    """Payload of so many rows in one message."""
+    """Payload of `num_rows` rows in one message."""
     exact = num_rows * width * dtype.itemsize
     return exact if codec is None else codec.packet_bytes(num_rows * width)
 
@@ -59,7 +59,7 @@ class RowCodec:
     seed: int = 0
 
     def num_bytes(self, num_rows: int) -> int:
-        """Bytes of a packet of so many rows."""
+        """Bytes of a packet of `num_rows` rows."""
         return rows_bytes(num_rows, self.width, self.dtype, self.codec)
 
     def pack(self, rows: Tensor, first: int, out: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 def sharding_accelerator() -> Accelerator:
-    """Accelerate shards on GPUs alone. Where there is none it is told to do the same on the CPU, which FSDP2 can."""
+    """Accelerate shards on GPUs alone. Without one, this makes it shard on the CPU too, which FSDP2 supports."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
     )

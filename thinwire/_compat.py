@@ -507,7 +507,11 @@ def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: f
 def cpu_flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `cpu_flash_forward`, which returned `out` and `sums`. grad: gradient of `out`."""
+    """Gradients of q, k and v of `cpu_flash_forward`, which returned `out` and `sums`.
+
+    Shape:
+        grad, q, k, v, out: [batch, heads, tokens, d]; grad is the gradient of `out`. sums: [batch, heads, tokens].
+    """
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, sums, 0.0, is_causal, scale=scale
     )

@@ -1,4 +1,4 @@
-"""What each collective takes on each level of the links, and the experts' products, while all ranks do the same."""
+"""Measures the seconds of collectives on each level of the links, and of experts' products, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ JOBS: dict[str, Callable[[Link, Tensor, list[int]], Rounds[Tensor]]] = {
 
 
 def measure_links(comm: Communicator, experts: tuple[int, int, int] = EXPERTS) -> Links:
-    """alpha + beta n of each collective on each level, and of the experts' product; a collective, equal on all ranks.
+    """Measure alpha + beta n of each collective on each level, and of the experts' product. A collective, equal on all.
 
     On a level all groups send at once: the ranks of each node, then those at the same place of all nodes. alpha is the
     time of a few bytes. beta is the slope between n bytes and 2 n, of which n takes PROBE_S, so that what a token
     bucket lets pass at once does not count. Of two probes the faster counts.
 
     Args:
-        experts: [experts, inner, hidden], whose product is timed; in fp32.
+        experts: (experts, inner, hidden), the shape of the fp32 product that is timed.
 
     Source: Pan et al., "FSMoE" (ASPLOS 2025), section 4.
     """
@@ -62,7 +62,7 @@ def measure_links(comm: Communicator, experts: tuple[int, int, int] = EXPERTS) -
 
 
 def _line(comm: Communicator, members: Sequence[int], operation: str, num: int) -> Line:
-    """num: elements for each rank."""
+    """Measure one collective among `members`. num: elements for each rank."""
     short_s, once_s, twice_s = (
         min(_seconds(comm, members, operation, each) for _ in range(NUM_PROBES)) for each in (1, num, 2 * num)
     )
@@ -72,7 +72,7 @@ def _line(comm: Communicator, members: Sequence[int], operation: str, num: int) 
 
 
 def _seconds(comm: Communicator, members: Sequence[int], operation: str, num: int) -> float:
-    """Seconds of the slowest rank."""
+    """Seconds that a collective takes on the slowest rank."""
     x, counts = torch.zeros(num * len(members)), [num] * len(members)
     time.sleep(REST_S)
     comm.barrier()
@@ -86,7 +86,7 @@ def _slowest(comm: Communicator, *seconds: float) -> list[float]:
 
 
 def _product(comm: Communicator, experts: tuple[int, int, int]) -> Line:
-    """Of a forward of the experts, in floating-point operations, on all ranks at once."""
+    """Measure a forward of the experts on all ranks at once; n counts floating-point operations."""
     num, inner, hidden = experts
     weights = [torch.ones(experts) for _ in range(3)]
 

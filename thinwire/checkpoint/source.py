@@ -91,7 +91,7 @@ class Source:
         return name in self._index
 
     def holds(self, name: str, numel: int) -> bool:
-        """Whether there is a tensor of that name, of so many elements."""
+        """Whether there is a tensor of that name with `numel` elements."""
         return self.has(name) and self._index[name][0].numel == numel
 
     def has_any(self, kind: str) -> bool:

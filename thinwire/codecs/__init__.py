@@ -49,9 +49,9 @@ MOST_WARM = 1 << 16
 def warm(codecs: Iterable[Codec], device: torch.device | None = None) -> None:
     """Compile every kernel that `codecs` use on the device, the CPU by default, or load it from a cache on disk.
 
-    A launcher calls it before it starts workers, so that they all load what one process compiled. numba
-    caches beside the package, in a folder of the user where that is read-only, or in NUMBA_CACHE_DIR. torch.compile,
-    on CUDA, takes the second size it sees as a sign that sizes vary, and compiles once more.
+    A launcher calls it before it starts workers, so that all of them load what one process has compiled. numba caches
+    beside the package, or in a folder of the user if that is read-only, or in NUMBA_CACHE_DIR. On CUDA, torch.compile
+    takes the second size that it meets as a sign that sizes vary, and compiles once more.
     """
     for codec in codecs:
         for num_blocks in (1,) if device is None or device.type == "cpu" else (2, 3):

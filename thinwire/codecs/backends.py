@@ -1,4 +1,7 @@
-"""Which implementation runs where: numba on CPU, the reference elsewhere, under torch.compile on CUDA."""
+"""Which implementation runs where: numba on CPU.
+
+Elsewhere the reference in plain torch, under torch.compile on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _is_without: ContextVar[bool] = ContextVar("is without kernels", default=False)
 
 @functools.cache
 def cpu_kernels() -> ModuleType | None:
-    """What all numba kernels share, or None (announced once) where numba can't be imported."""
+    """The module that all numba kernels share, or None (announced once) if numba can't be imported."""
     try:
         return _import("common")
     except ImportError as error:
@@ -38,7 +41,7 @@ def cpu_kernels() -> ModuleType | None:
 
 
 def name(device: torch.device) -> str:
-    """'numba', 'torch.compile' or 'torch': what encodes integers and rotates on `device`."""
+    """The implementation that encodes integers and rotates on `device`: 'numba', 'torch.compile' or 'torch'."""
     if device.type == "cuda":
         return "torch.compile"
     return "numba" if device.type == "cpu" and cpu_kernels() else "torch"
@@ -46,7 +49,7 @@ def name(device: torch.device) -> str:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Codecs inside run in plain torch: for a few elements that is faster than to load a compiler."""
+    """Inside, codecs run in plain torch: for a few elements that is faster than loading a compiler."""
     token = _is_without.set(True)
     try:
         yield
@@ -67,12 +70,12 @@ def _import(family: str) -> ModuleType:
 
 
 def numba_or_torch(device: torch.device) -> str:
-    """'numba' or 'torch': what runs the codecs whose plain version is not compiled for CUDA."""
+    """'numba' or 'torch': the implementation of codecs whose plain version is not compiled for CUDA."""
     return "numba" if device.type == "cpu" and cpu_kernels() else "torch"
 
 
 def flat_fp32(x: Tensor) -> Tensor:
-    """`x` as a flat contiguous fp32 tensor, itself where it is one already."""
+    """`x` as a flat contiguous fp32 tensor; `x` itself if it is one already."""
     return x.detach().reshape(-1).to(torch.float32).contiguous()
 
 
@@ -87,7 +90,7 @@ def one_nan_(values: Tensor) -> Tensor:
 
 
 def packet_buffer(out: Tensor | None, num_bytes: int, device: torch.device) -> Tensor:
-    """`out` once it is known to hold exactly this packet, or a fresh buffer. Raises ValueError."""
+    """`out`, if it fits exactly this packet, or a fresh buffer. Raises ValueError for an `out` that does not fit."""
     if out is None:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     _check("out", out, num_bytes, torch.uint8)
@@ -109,7 +112,11 @@ def _check(what: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
 
 
 def encode(x: Tensor, out: Tensor, groups: Groups, *, rotation: int, rounding: Rounding) -> Tensor:
-    """H x (`rotation` 0: x itself) as integers into the packet `out`; x is zero-padded to whole rows."""
+    """Encode H x (`rotation` 0: x itself) as integers into the packet `out`; x is zero-padded to whole rows.
+
+    Shape:
+        x: flat fp32 [n]. out: uint8, the packet of n elements, padded to whole rows.
+    """
     kernels = numba_module("integer", x.device)
     if kernels is None:
         if rotation:
@@ -139,7 +146,11 @@ def encode(x: Tensor, out: Tensor, groups: Groups, *, rotation: int, rounding: R
 
 
 def decode(packets: Sequence[Tensor], out: Tensor, groups: Groups, *, add: bool) -> Tensor:
-    """out = the sum of the packets' values in their order, or out += each of them."""
+    """Decode integers: out = the sum of the packets' values in their order, or, with `add`, out += each of them.
+
+    Shape:
+        packets: uint8, each the packet of n elements. out: fp32 [n].
+    """
     kernels = numba_module("integer", out.device)
     if kernels is None:
         for number, packet in enumerate(packets):

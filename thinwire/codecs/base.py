@@ -1,4 +1,4 @@
-"""The first noun: a codec turns a tensor into the packet that travels, and back."""
+"""A codec turns a tensor into the packet that travels, and back."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Codec(ABC):
         return out
 
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        """out += packet, so that out decodes to the sum of what both decode to.
+        """Add a packet to `out`, which then decodes to the sum of what both decode to.
 
         Args:
             packet: uint8, of a linear codec.
@@ -148,7 +148,7 @@ class Codec(ABC):
         return None
 
     def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
-        """Pack a tensor with one bit more for each group, which `marks` reads back.
+        """Pack a tensor with one more bit for each group, which `marks` reads back.
 
         Args:
             x, seed, counter, out: see `encode`.
@@ -162,7 +162,7 @@ class Codec(ABC):
     def rotation(self) -> Rotation | None:
         """This codec as a rotation around another one, or None.
 
-        Sums commute with it, so a collective rotates back once: see `RotatedSum`.
+        A rotation commutes with sums, so a collective rotates back once: see `RotatedSum`.
         """
         return None
 
@@ -172,7 +172,7 @@ class Codec(ABC):
 
 
 class Rotation(Protocol):
-    """A codec that rotates: `inner` works on what is rotated, in rows of `block_size` elements."""
+    """A codec that rotates: `inner` encodes the rotated values, in rows of `block_size` elements."""
 
     @property
     def inner(self) -> Codec: ...
@@ -185,11 +185,19 @@ class Rotation(Protocol):
         ...
 
     def rotate_(self, x: Tensor) -> Tensor:
-        """Rotate flat fp32 `x` in place, which is its own inverse."""
+        """Rotate x in place; a second rotation undoes it.
+
+        Shape:
+            x: flat fp32, of whole rows.
+        """
         ...
 
     def rotate_back_(self, x: Tensor, left_alone: Tensor | None) -> Tensor:
-        """Rotate the rows of flat fp32 `x` in place but for those of `left_alone`, bool [rows]."""
+        """Rotate the rows of x in place, except those of `left_alone`.
+
+        Shape:
+            x: flat fp32, of whole rows. left_alone: bool [rows], or None for no row.
+        """
         ...
 
     def left_alone(self, packet: Tensor, num_elements: int) -> Tensor | None:
@@ -199,5 +207,9 @@ class Rotation(Protocol):
     def encode_rotated(
         self, x: Tensor, left_alone: Tensor | None, *, seed: int = 0, counter: int = 0, out: Tensor
     ) -> Tensor:
-        """Pack fp32 `x` of whole blocks, which is rotated already but for the rows of `left_alone`; may change them."""
+        """Pack `x`, whose rows are rotated already except those of `left_alone`; may change x.
+
+        Shape:
+            x: flat fp32, of whole blocks. left_alone: bool [rows], or None for no row. out: the packet.
+        """
         ...

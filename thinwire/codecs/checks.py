@@ -1,4 +1,4 @@
-"""Settings that break a rule: the value, the rule and the nearest valid choice, in one form for every codec."""
+"""Errors for settings that break a rule, in one form for all codecs: the value, the rule, the nearest valid choice."""
 
 from __future__ import annotations
 

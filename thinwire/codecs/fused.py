@@ -1,4 +1,4 @@
-"""What codecs share that write the values of a packet, or add them, in one pass."""
+"""Base of codecs that write the values of a packet into a tensor, or add them to it, in one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from thinwire.codecs.base import Codec
 
 
 class Fused(Codec):
-    """`decode` and `decode_add` by one `_decode`; both raise ValueError for a packet or an `out` of another size."""
+    """Implements `decode` and `decode_add` by one `_decode`.
+
+    Both raise ValueError for a packet or an `out` of another size.
+    """
 
     @abstractmethod
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""What codecs with one scale for each group of elements share: the packet of `layout` and its size."""
+"""Base of codecs with one scale for each group of elements: the packet of `layout` and its size."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Hadamard(Codec):
         return values if out is None else out.copy_(values)
 
     def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
-        """The groups that are left alone."""
+        """Which groups are not rotated, bool [groups]."""
         return self.inner.marks(packet, self._padded(num_elements))
 
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
@@ -103,7 +103,11 @@ class Hadamard(Codec):
         return backends.rotate_(x, self.block_size)
 
     def rotate_back_(self, x: Tensor, left_alone: Tensor | None) -> Tensor:
-        """`rotate_` all rows of `x` but those of `left_alone`, bool [rows]."""
+        """Rotate all rows of `x` in place, except those of `left_alone`.
+
+        Shape:
+            x: flat fp32, of whole rows. left_alone: bool [rows], or None for no row.
+        """
         if left_alone is None:
             return self.rotate_(x)
         rows = x.view(-1, self.block_size)
@@ -121,7 +125,10 @@ class Hadamard(Codec):
     def encode_rotated(
         self, x: Tensor, left_alone: Tensor | None, *, seed: int = 0, counter: int = 0, out: Tensor
     ) -> Tensor:
-        """See Rotation. A group is left alone where one of its rows is: the others are rotated back, in `x`."""
+        """See Rotation.
+
+        If one row of a group is in `left_alone`, the whole group stays unrotated: its other rows are rotated back.
+        """
         if left_alone is None:
             return self.inner.encode(x, seed=seed, counter=counter, out=out)
         per_group = self.block // self.block_size

@@ -1,4 +1,4 @@
-"""The exact codec: fp32 as it is. Every collective and strategy is held to the exact reference with it."""
+"""The exact codec: fp32 as it is. Tests compare every collective and strategy with the exact reference through it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The truth: every codec's arithmetic in plain PyTorch, to which the kernels are held bit for bit."""
+"""The reference: every codec's arithmetic in plain PyTorch. The kernels give the same bits."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def decode_groups(
     out: Tensor,
     groups: Groups,
 ) -> None:
-    """The inverse of `encode_groups`; dequantise_rows(out [rows, n], scales fp32 [rows, 1], packed [rows, bytes])."""
+    """The inverse of `encode_groups`. dequantise_rows: (out [rows, n], scales fp32 [rows, 1], packed [rows, bytes])."""
     num = out.numel()
     end_of_scales, used, _ = groups.sections(num)
     stored = packet[:end_of_scales].view(torch.bfloat16 if groups.bf16 else torch.float32)

@@ -1,4 +1,4 @@
-"""A sum of packets of a codec that rotates, which is rotated back once."""
+"""A sum of packets of a codec that rotates; the sum is rotated back once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from thinwire.codecs.base import Codec, Rotation
 
 @dataclass(frozen=True)
 class RotatedSum:
-    """sum_i C(p_i) as values and the coordinates in which they are.
+    """The sum of decoded packets, sum_i C(p_i), with the note of which rows are still rotated.
 
-    values: flat fp32. rotation: H x is held in the place of x, but for the rows of `left_alone`, bool [rows]; None of
-    it: for no row; None: values are x itself.
+    values: flat fp32. rotation: `values` hold H x, except in the rows of `left_alone`, bool [rows]; left_alone None:
+    all rows are rotated. rotation None: `values` are x itself.
 
-    Where a packet leaves a row alone because of its zeros, the row's sum is taken without a rotation, so that what is
-    zero in all packets is zero in the sum. Where zeros are left among other values it stays in its own coordinates.
+    If a packet leaves a row unrotated because of its zeros, the row is summed unrotated, so that elements that are zero
+    in all packets are zero in the sum. While zeros stand among other values in it, the row stays unrotated.
     """
 
     values: Tensor
@@ -29,7 +29,7 @@ class RotatedSum:
 
     @classmethod
     def of(cls, codec: Codec, packets: Sequence[Tensor], out: Tensor) -> RotatedSum:
-        """The sum of what packets of `codec` decode to, taken in their order, in flat fp32 `out`."""
+        """The sum of the packets of `codec`, decoded and added in their order into `out`, flat fp32."""
         rotation = codec.rotation
         inner = codec if rotation is None else rotation.inner
         inner.decode_sum(packets, out)
@@ -53,12 +53,12 @@ class RotatedSum:
         return cls(out, rotation, left_alone if bool(stays.any()) else None)
 
     def encode(self, codec: Codec, *, seed: int, counter: int, out: Tensor) -> Tensor:
-        """Pack the sum with a codec that may rotate alike, or not; `values` are not to be used after."""
+        """Pack the sum with a codec, which may use the same rotation or none; `values` must not be used afterwards."""
         rotation = codec.rotation
         if self.rotation and rotation and rotation.block_size == self.rotation.block_size:
             return rotation.encode_rotated(self.values, self.left_alone, seed=seed, counter=counter, out=out)
         return codec.encode(self.rotated_back(), seed=seed, counter=counter, out=out)
 
     def rotated_back(self) -> Tensor:
-        """x itself, in the memory of `values`, which are not to be used after."""
+        """x itself, in the memory of `values`, which must not be used afterwards."""
         return self.values if self.rotation is None else self.rotation.rotate_back_(self.values, self.left_alone)

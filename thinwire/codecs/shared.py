@@ -1,4 +1,4 @@
-"""The header of packets whose receiver must draw what the sender drew: a seed and a counter, 8 bytes each."""
+"""The header of packets whose receiver must draw the sender's random numbers: a seed and a counter, 8 bytes each."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def write_header(seed: int, counter: int, packet: Tensor) -> None:
 
 
 def read_header(packet: Tensor) -> tuple[int, int]:
-    """(seed, counter), both in [0, 2^64)."""
+    """(seed, counter) of a packet, both in [0, 2^64)."""
     seed, counter = packet[:HEADER_BYTES].clone().view(torch.int64).tolist()
     return seed & MASK64, counter & MASK64
 
 
 def check_headers(packet: Tensor, out: Tensor) -> None:
-    """Raises ValueError unless both packets were drawn alike."""
+    """Raises ValueError unless both packets have one seed, counter and length."""
     if packet.shape != out.shape or not torch.equal(packet[:HEADER_BYTES], out[:HEADER_BYTES]):
         raise ValueError("packets can be added only if they were encoded with one seed, counter and length")

@@ -1,4 +1,7 @@
-"""What linear sketches share: y = R x for each group, with R drawn from a seed that both sides know; packets add up."""
+"""Base of linear sketches: y = R x for each group, with R drawn from a seed that both sides know.
+
+Packets can be added.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ class LinearSketch(Fused):
         return shared.HEADER_BYTES + 4 * self._num_buckets(num_elements)
 
     def sums(self, packet: Tensor) -> Tensor:
-        """The packet's y = R x, a view: fp32 [ceil(n / ratio)]. What adds up, where both sides know the header."""
+        """The packet's sums y = R x, a view: fp32 [ceil(n / ratio)].
+
+        Packets with equal headers are added by adding these.
+        """
         return packet[shared.HEADER_BYTES :].view(torch.float32)
 
     def _num_buckets(self, num_elements: int) -> int:

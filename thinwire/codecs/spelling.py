@@ -1,4 +1,4 @@
-"""How each class of codecs is written, which it states beside itself; `grammar` reads and writes by it."""
+"""How each class of codecs is written. The class states it as a decorator; `grammar` reads and writes by it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Number:
         return f"{self.before}{self.write(value)}{self.after}"
 
     def forms(self, default: Any) -> list[str]:
-        """What a reader may write."""
+        """The texts that a user may write for it."""
         return [self.text(default)]
 
 
@@ -97,7 +97,7 @@ class Spelling:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What fields are when the text says nothing of them."""
+        """The values of the fields that a text does not set."""
         return {item.name: item.default for item in fields(self.cls)} | dict(self.sets)
 
     def head_settings(self, text: str) -> dict[str, Any] | None:
@@ -111,7 +111,7 @@ class Spelling:
         return next((found for option in self.options if (found := option.settings(text)) is not None), None)
 
     def option_forms(self) -> list[str]:
-        """What may stand after a ":"."""
+        """The texts that may follow a ":"."""
         own = [form for option in self.options for form in option.forms(self.defaults[option.field])]
         return [*own, *([str(self.defaults[self.values]), "CODEC"] if self.values else [])]
 

@@ -1,4 +1,4 @@
-"""What `thinwire codecs` prints: every codec, as it is written, with what it costs and promises."""
+"""The table of `thinwire codecs`: for each codec how it is written, what it costs and what it promises."""
 
 from __future__ import annotations
 

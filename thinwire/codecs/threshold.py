@@ -1,4 +1,4 @@
-"""What exceeds a threshold estimated from a sample, as DGC chooses; in the packets of TopK."""
+"""The elements above a threshold that is estimated from a sample, as DGC does; in the packets of TopK."""
 
 from __future__ import annotations
 

@@ -45,9 +45,11 @@ class TopK(Fused):
 
     @property
     def traits(self) -> Traits:
-        """What is dropped is lost and what is kept shrinks as the values' codec does: delta = its delta k / group.
+        """What is dropped is lost.
 
-        Zeros travel where fewer than k elements are not zero: they stay zero if the values' codec keeps each.
+        What is kept loses what the values' codec loses: delta = that codec's delta times k / group.
+
+        Zeros travel where fewer than k elements are not zero; they stay zero if the values' codec keeps every zero.
         """
         inner = self.values.traits
         keeps_zeros = self.block if inner.keeps_zeros > 1 else inner.keeps_zeros
@@ -60,7 +62,7 @@ class TopK(Fused):
 
     @property
     def block(self) -> int:
-        """Whole groups whose values are whole blocks of the values' codec."""
+        """Elements of the fewest whole groups whose travelling values are whole blocks of the values' codec."""
         return self.group * math.lcm(self.count, self.values.block) // self.count
 
     @property

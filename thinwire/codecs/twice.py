@@ -1,4 +1,4 @@
-"""Residual quantisation: a codec once for the tensor, and once for what the first time lost."""
+"""Residual quantisation: a codec applied to the tensor, and again to what the first packet loses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Twice(Codec):
 
     @property
     def traits(self) -> Traits:
-        """What holds for each time, at seeds that do not depend on each other, holds for both."""
+        """A promise that holds for each of the two packets, whose seeds are independent, holds for both together."""
         return replace(self.repeated.traits, linear=False)
 
     @property

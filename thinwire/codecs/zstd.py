@@ -52,7 +52,7 @@ class Zstd(Codec):
 
     @property
     def bits_per_element(self) -> float:
-        """At most; of a short tensor the header comes on top."""
+        """An upper bound; a short tensor costs the header in addition."""
         return self.coded.bits_per_element
 
     def packet_bytes(self, num_elements: int) -> int:

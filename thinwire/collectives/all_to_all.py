@@ -39,7 +39,7 @@ def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all"
 
 
 def rows_bytes(num_rows: int, width: int, dtype: torch.dtype, codec: Codec | None = None) -> int:
-    """Payload of so many rows in one message."""
+    """Payload of `num_rows` rows in one message."""
     exact = num_rows * width * dtype.itemsize
     return exact if codec is None else codec.packet_bytes(num_rows * width)
 
@@ -59,17 +59,27 @@ class RowCodec:
     seed: int = 0
 
     def num_bytes(self, num_rows: int) -> int:
-        """Bytes of a packet of so many rows."""
+        """Bytes of a packet of `num_rows` rows."""
         return rows_bytes(num_rows, self.width, self.dtype, self.codec)
 
     def pack(self, rows: Tensor, first: int, out: Tensor) -> Tensor:
-        """Write contiguous rows, the first of which has this number, into `out`, uint8."""
+        """Write rows into a packet.
+
+        Args:
+            rows: contiguous [k, width].
+            first: number of the first row, from which a codec draws.
+            out: uint8 [num_bytes(k)].
+        """
         if self.codec is None:
             return out.copy_(rows.view(-1).view(torch.uint8))
         return self.codec.encode(rows.view(-1).float(), seed=self.seed, counter=first * self.width, out=out)
 
     def unpack(self, packet: Tensor, out: Tensor) -> None:
-        """Fill contiguous rows `out` with those of a packet."""
+        """Fill `out` with the rows of a packet.
+
+        Shape:
+            packet: uint8 [num_bytes(k)]. out: contiguous [k, width].
+        """
         if self.codec is None:
             out.view(-1).view(torch.uint8).copy_(packet)
         elif out.numel():

@@ -22,7 +22,16 @@ class Feedback(Protocol):
     def encode(
         self, codec: Codec, x: Tensor, piece: tuple[int, int], *, seed: int, counter: int, out: Tensor
     ) -> Tensor:
-        """Encode `x` plus the previous loss of this piece. piece: (hop, the rank or node that receives it)."""
+        """Encode `x` plus the previous loss of this piece.
+
+        Args:
+            x: fp32 [n].
+            piece: (hop, the rank or node that receives it).
+            seed, counter: see Codec.encode.
+            out: uint8 [codec.packet_bytes(n)], where the packet is written.
+
+        Returns `out`.
+        """
         ...
 
 
@@ -142,7 +151,11 @@ class Estimates:
 
 
 def encode_with(codec: Codec, x: Tensor, lost: Tensor | None, seed: int, counter: int, out: Tensor) -> Tensor:
-    """Write out = C(x). With error feedback, write out = C(x + lost) and set lost <- x + lost - C(x + lost)."""
+    """Write out = C(x). With error feedback, write out = C(x + lost) and set lost <- x + lost - C(x + lost).
+
+    Shape:
+        x: fp32 [n]. lost: fp32 [n], changed in place, or None. out: uint8 [codec.packet_bytes(n)].
+    """
     if lost is None:
         return codec.encode(x, seed=seed, counter=counter, out=out)
     codec.encode(lost.add_(x), seed=seed, counter=counter, out=out)

@@ -63,7 +63,7 @@ def give_back(members: Members) -> None:
 
 
 def reserve(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None, number: int, timeout_s: float) -> None:
-    """Open so many groups over these ranks for those who ask later, when ranks may be in different numbers of groups.
+    """Open `number` groups over these ranks in advance, for use when ranks may be in different numbers of groups.
 
     A collective over the ranks.
     """

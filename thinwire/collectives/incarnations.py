@@ -37,7 +37,7 @@ class Incarnations:
 
     Args:
         store: shared by all ranks. It must not be hosted by one of them.
-        timeout_s: how long a meeting waits for a rank of which nobody says `watched`.
+        timeout_s: how long a meeting waits for a rank that no launcher reports as `watched`.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
@@ -92,11 +92,11 @@ def is_awaited(store: dist.Store, rank: int) -> tuple[int, bool]:
 
 
 def watched(store: dist.Store, rank: int) -> None:
-    """Have those that wait for a rank go on to wait: it runs, and is ended and started again if it hangs."""
+    """Tell waiting ranks to keep waiting for this one: it runs, and its launcher restarts it if it hangs."""
     store.add(WATCHED.format(rank), 1)
 
 
 def end(store: dist.Store, why: str) -> None:
-    """Have all ranks that wait for others give up: one of them does not come back."""
+    """Tell all ranks that wait for others to give up: one of the others does not come back."""
     # The first reason is the one to tell: the others fail because of it.
     store.compare_set(OVER, "", why)

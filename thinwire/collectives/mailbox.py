@@ -102,7 +102,7 @@ class Mailbox:
         return self._wire.meter
 
     def share_bytes(self, num_bytes: int) -> int:
-        """What this rank sends of a message of so many bytes."""
+        """How many bytes this rank sends of a message of `num_bytes`."""
         return num_bytes
 
     def begin(self, expected: Sequence[Expected]) -> None:

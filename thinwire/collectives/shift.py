@@ -1,4 +1,4 @@
-"""A shift: every rank's packet to the rank that is so many places further on."""
+"""A shift: every rank sends its packet to the rank a fixed number of places further on."""
 
 from __future__ import annotations
 

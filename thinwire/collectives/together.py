@@ -12,7 +12,7 @@ def together(*jobs: Rounds[Any]) -> Rounds[list[Any]]:
     """Run parts of one job side by side, each on its own `Link.part`. Return their results.
 
     While the messages of one part travel, the next part packs. Parts that compute on a pool do so at the same time.
-    Each goes on when its own work is done, in the order in which the parts asked.
+    Each continues when its own work is done, in the order in which the parts requested it.
     """
     results: list[Any] = [None] * len(jobs)
     waiting: dict[int, Sequence[Awaited]] = {}

@@ -1,4 +1,4 @@
-"""What a level of the links takes for each collective: alpha + beta n."""
+"""Seconds of each collective on each level of the links: alpha + beta n."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SECONDS = "seconds"
 
 @dataclass(frozen=True)
 class Line:
-    """alpha_s + beta_s n: seconds of n bytes that a rank sends, or of n floating-point operations."""
+    """alpha_s + beta_s n: seconds in which a rank sends n bytes, or does n floating-point operations."""
 
     alpha_s: float = 0.0
     beta_s: float = 0.0
 
     def seconds(self, amount: float) -> float:
-        """Seconds of an amount; none for nothing."""
+        """Seconds of an amount; 0 for an amount of 0."""
         return self.alpha_s + self.beta_s * amount if amount else 0.0
 
 
@@ -33,8 +33,9 @@ class Line:
 class Links:
     """The links of nodes that are all alike, while all ranks use them at once.
 
-    lines: by (operation, level), in bytes that a rank sends to all others of the level together. A level that has no
-    two ranks is missing. product: of the experts' grouped products, in floating-point operations of one rank.
+    lines: by (operation, level); n counts the bytes that a rank sends to all others of the level together. Levels
+    without two ranks are missing. product: line of the experts' grouped products; n counts one rank's floating-point
+    operations.
     Source: Pan et al., "FSMoE" (ASPLOS 2025), section 4.
     """
 
@@ -63,7 +64,7 @@ class Links:
         return total
 
     def machine(self, nodes: Sequence[int]) -> Machine:
-        """Ranks on these nodes whose links take as long for an all-to-all, and which work for SECONDS."""
+        """A machine of ranks on these nodes, for the simulator: all-to-alls take as long as on these links."""
         ranks = range(len(nodes))
         sharing = [nodes.count(node) for node in nodes]
         inter, intra = (self.lines.get((ALL_TO_ALL, level), Line()) for level in (INTER, INTRA))

@@ -1,4 +1,4 @@
-"""A layer of experts whose rows travel in chunks: the graph of a pass, and the closed form that FSMoE takes it for."""
+"""A layer of experts whose rows travel in chunks: the graph of a pass, and FSMoE's closed form of its seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_RANKS = 8
 
 @dataclass(frozen=True)
 class Portion:
-    """Rows that travel together. there, back: their hops to the experts and home; work_s: of each rank between them."""
+    """Rows that travel together. there, back: hops to the experts and home. work_s: seconds of each rank's experts."""
 
     there: Sequence[Hop]
     work_s: Sequence[float]
@@ -28,7 +28,7 @@ class Portion:
 def pass_graph(num_ranks: int, chunks: Sequence[Portion], *, is_told: bool) -> StepGraph:
     """One pass through a layer on all ranks, whose chunks follow each other.
 
-    is_told: the first chunk tells how many rows come, and the others leave when it is there.
+    is_told: the first chunk carries the numbers of rows, and the other chunks leave once it has arrived.
     """
     drawing = Drawing(num_ranks)
     ready: list[tuple[int, ...]] = [()] * num_ranks
@@ -46,7 +46,7 @@ def pass_graph(num_ranks: int, chunks: Sequence[Portion], *, is_told: bool) -> S
 
 
 def _travel(drawing: Drawing, hops: Sequence[Hop], ready: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Draw the hops, each of which leaves a rank when all of the hop before is there; what each rank waits for then."""
+    """Draw the hops; each leaves a rank once the hop before has arrived there. Return what each rank waits for then."""
     found = list(ready)
     for hop in hops:
         left, found = found, list(found)
@@ -108,12 +108,12 @@ def fsmoe_s(
     """Seconds of one pass through a layer by FSMoE's formula, and its case, 1 to 4.
 
     Each chunk's rows cross between nodes (all_to_all_s), are gathered inside one, worked on, scattered and sent back.
-    1: the link between nodes is what it waits for, 2: the experts, 4: the links inside; 3: all of them in turns. That
-    there are three separate streams, and that gradients leave after the last dispatch, is assumed.
+    The case names the bottleneck: 1: the link between nodes, 2: the experts, 4: the links inside, 3: all in turns.
+    The formula assumes three separate streams, and gradients that leave after the last dispatch.
 
     Args:
-        all_to_all_s, gather_s, scatter_s, expert_s: of one of the chunks.
-        gradients_s: of gradients that are averaged between nodes meanwhile; 0 in a forward.
+        all_to_all_s, gather_s, scatter_s, expert_s: seconds of one chunk.
+        gradients_s: seconds in which gradients are averaged between nodes meanwhile; 0 in a forward.
 
     Source: Pan et al., "FSMoE" (ASPLOS 2025), conditions Q1 to Q7 and cases 1 to 4.
     """

@@ -257,7 +257,7 @@ class RankOptions(TypedDict):
         checked: put a header and a checksum in front of every message.
         overlap: weights may arrive during the next forward.
         axis: of a mesh; None: all ranks.
-        residency: what lies on a disk, for a host that serves it; None: nothing.
+        residency: what lies on a disk, for a host that supports it; None: nothing.
         initial: gives the first values of a parameter, by name, where the model has no memory for them.
     """
 

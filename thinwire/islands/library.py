@@ -99,7 +99,7 @@ class Islands:
     ) -> None:
         if method.climb is not None:
             raise ConfigError(
-                f"ascent {method.ascent:g} takes two backwards a step, and a loop of one's own takes one: take "
+                f"ascent {method.ascent:g} takes two backwards a step, and your own loop takes one: take "
                 "thinwire.parallelize, whose stage.forward_backward takes both, or leave ascent out"
             )
         self.method = method

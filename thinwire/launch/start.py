@@ -1,4 +1,4 @@
-"""What the launcher tells its workers, as one word of their command line."""
+"""The launcher's message to its workers, as one word of their command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both implementations share: the logits of a block, and sums of products in a stated precision."""
+"""Shared by both implementations: the logits of a block, and sums of products in a stated precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ACCUMULATIONS = ("fp32", "kahan", "plain")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What softmax and sums are computed in."""
+    """The dtype in which softmax and sums are computed: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -21,7 +21,11 @@ def blocks(length: int, size: int) -> Iterator[slice]:
 
 
 def logits_of(e: Tensor, c: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    """e c^T + bias, then s tanh(x / s), in fp32 or fp64 and memory of its own."""
+    """e c^T + bias, then softcap tanh(x / softcap), in a new fp32 or fp64 tensor.
+
+    Shape:
+        e: [N, D]. c: [V, D]. bias: [V] or None. Returns [N, V].
+    """
     found = (e @ c.T).to(wide(e.dtype))
     if bias is not None:
         found += bias
@@ -29,14 +33,14 @@ def logits_of(e: Tensor, c: Tensor, bias: Tensor | None, softcap: float | None) 
 
 
 def slope_of(logits: Tensor, softcap: float) -> Tensor:
-    """The derivative of a soft-cap where its result is `logits`."""
+    """The derivative of the soft-cap at the place where its result is `logits`."""
     return logits.div(softcap).square_().neg_().add_(1)
 
 
 class Sums:
-    """A sum of products [rows, columns] of matrices like `like`.
+    """A sum of products [rows, columns], in the shape of `like`.
 
-    accumulation: "plain": in the dtype of `like`; "kahan": so too, with the rounding errors of the additions kept and
+    accumulation: "plain": in the dtype of `like`; "kahan": likewise, with the rounding errors of the additions kept and
     added later; "fp32": in fp32, or fp64 for fp64.
     """
 
@@ -47,7 +51,11 @@ class Sums:
         self._lost = torch.zeros_like(self._total) if accumulation == "kahan" else None
 
     def add(self, rows: slice, a: Tensor, b: Tensor) -> None:
-        """Add a b to these rows; a: fp32 or fp64, rounded to the dtype of b."""
+        """Add the product a b to these rows.
+
+        Shape:
+            a: [rows, k], fp32 or fp64, rounded to the dtype of b first. b: [k, columns].
+        """
         a, total = a.to(b.dtype), self._total[rows]
         if self._lost is not None:
             lost = self._lost[rows]
@@ -61,5 +69,5 @@ class Sums:
             total.add_(a @ b)
 
     def total(self, *, exact: bool = False) -> Tensor:
-        """The sum, in the dtype of `like`; exact: as it was added up."""
+        """The sum, in the dtype of `like`; exact: in the dtype in which it was added up."""
         return self._total if exact else self._total.to(self._dtype)

@@ -1,4 +1,4 @@
-"""Cross-entropy of e c^T that never makes the logits of all tokens."""
+"""Cross-entropy of the logits e c^T, which never holds the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -71,27 +71,33 @@ def cut_cross_entropy(
     `ignore_index` are left out, and have loss 0, lse 0 and no gradient; a mean over no tokens is 0.
 
     Args:
-        e: what the head is given, [..., D]. c: its weight, [V, D]. targets: int64 [...].
-        bias: [V], or None.
+        e: the input of the head. c: the head's weight. bias: the head's bias, or None.
+        targets: word of each token, or `ignore_index`.
         shift: position i is compared with the target at i + shift; 0: targets are shifted already.
         softcap: above 0, or None for none.
         reduction: "mean" over the tokens that count, "sum" or "none".
-        return_lse: return lse too, [...] in the shape of the losses of "none".
+        return_lse: return lse too.
         accumulation: of the gradients: "fp32" (fp64 for fp64), "kahan": in the dtype of e and c with the rounding
             errors carried along, or "plain": in that dtype.
-        filter_e, filter_c: what the gradient of e, of c and bias, does with a tile of which no element of softmax less
-            target reaches eps, 1/32 of the dtype's epsilon: "drop" leaves it out; "unbiased" keeps it with probability
-            max / eps, and multiplies it by eps / max, so that the expected gradient is exact. Words are then sorted by
-            their mean logit, so that likely ones share tiles. None: all tiles count. Rare words hardly get a gradient
-            under "drop".
-        group: ranks of which each has some rows of c and bias, in the order of the ranks; e and targets are the same on
-            all of them, and so is the loss. Two or three messages of a number per token, and the gradient of e.
-        impl: "fused": gradients in the forward, logits of 64 tokens at a time, for "mean" and "sum" alone;
-            "tiles": 256 tokens x 1024 words, computed again in the backward; "plain": all logits; "torch":
-            F.linear_cross_entropy of torch 2.13, by its chunks; or one of PRESETS. "auto": fused where it can be.
-        generator: what "unbiased" draws from, on the CPU; None: torch's own.
+        filter_e, filter_c: for the gradient of e, and of c and bias: what happens to a tile in which no element of
+            softmax less target reaches eps, 1/32 of the dtype's epsilon. "drop" leaves the tile out; "unbiased" keeps
+            it with probability max / eps, and multiplies it by eps / max, so that the expected gradient is exact. Words
+            are then sorted by their mean logit, so that likely ones share tiles. None: all tiles count. With "drop",
+            rare words hardly get a gradient.
+        group: ranks that each hold some rows of c and bias, in the order of the ranks; e and targets are the same on
+            all of them, and so is the loss. They exchange two or three messages of one number per token, and the
+            gradient of e.
+        impl: "fused": computes gradients in the forward from the logits of 64 tokens at a time, for "mean" and "sum"
+            alone; "tiles": 256 tokens x 1024 words, computed again in the backward; "plain": all logits; "torch":
+            F.linear_cross_entropy of torch 2.13, with its chunks; or one of PRESETS. "auto": fused where it can be.
+        generator: CPU generator for the draws of "unbiased"; None: torch's own.
 
-    A DTensor c that is cut by rows is what each rank of its mesh has: the mesh is the group. Returns a local tensor.
+    Shape:
+        e: [..., D]. c: [V, D], in the dtype of e. bias: [V]. targets: int64 [...]. Returns a scalar, or [...] for
+            "none",
+        fp32 or fp64; with `return_lse` a pair with lse, [...].
+
+    A DTensor c that is sharded by rows brings the group, its mesh. The result is a local tensor.
     Raises ConfigError for shapes and options that do not fit each other.
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (ICLR 2025), algorithms 1 to 3; fused:
     the order of Liger's kernel; the unbiased filter is ours.

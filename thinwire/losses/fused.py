@@ -17,8 +17,8 @@ TOKENS = 64
 class FusedCrossEntropy(torch.autograd.Function):
     """scale * sum_n (lse_n - logit of target n + z lse_n^2), a scalar in fp32 or fp64.
 
-    Every block's logits give its part of the loss and of all gradients at once: nothing is computed twice, and
-    [TOKENS, V] is the largest tensor beside the gradients, which are there from the forward on: a backward only
+    The logits of a block yield its part of the loss and of all gradients at once, so nothing is computed twice. The
+    largest tensor beside the gradients is [TOKENS, V]. The gradients exist after the forward; the backward only
     multiplies them.
 
     Shape:

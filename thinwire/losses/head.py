@@ -1,4 +1,4 @@
-"""Has the head of a language model give the loss, so that no logits are made."""
+"""Makes the head of a language model return the loss in place of logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE_BYTES = 256 << 20
 
 
 def loss_in_effect(asked: str, num_tokens: int, vocab_size: int) -> tuple[str, str]:
-    """Which of "plain" and "cut", and why. num_tokens: of a micro-batch."""
+    """Whether the loss is "plain" or "cut", and why. num_tokens: tokens of a micro-batch."""
     size = 4 * num_tokens * vocab_size
     shown = f"logits of a micro-batch, {num_tokens} x {vocab_size}, take {size / 1e6:.1f} MB in fp32"
     if asked != "auto":
@@ -56,11 +56,11 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 
 def cut_loss(model: nn.Module, head: nn.Linear | None = None) -> None:
-    """Have `model(tokens, targets)` compute its loss without logits; `model(tokens)` returns them as before.
+    """Make `model(tokens, targets)` compute its loss without logits; `model(tokens)` returns them as before.
 
-    While it runs, `head`, by default `head_of(model)`, gives the mean loss in place of the logits, by
-    `cut_cross_entropy`, and the model must pass it on. The head is called as a module still: what hosts do before and
-    after a module's forward happens.
+    During `model(tokens, targets)`, `head`, by default `head_of(model)`, returns the mean loss of `cut_cross_entropy`
+    in place of the logits, and the model must pass it on. The head is still called as a module, so hooks of hosts
+    around its forward run.
     """
     head, own = head or head_of(model), model.forward
 

@@ -1,4 +1,4 @@
-"""Cross-entropy by tiles of both axes: the forward keeps a number per token, the backward computes tiles again."""
+"""Cross-entropy by tiles of both axes: the forward keeps one number per token, the backward computes tiles again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_SHARE = 1 / 32
 
 @dataclass(frozen=True)
 class Tiling:
-    """How tiles are computed; see `cut_cross_entropy`. tokens, words: of a tile."""
+    """How tiles are computed; see `cut_cross_entropy`. tokens, words: size of a tile."""
 
     softcap: float | None = None
     accumulation: str = "fp32"
@@ -127,7 +127,7 @@ def _log_sums(e: Tensor, c: Tensor, bias: Tensor | None, tiling: Tiling) -> tupl
 
 
 def _correct(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, tiling: Tiling) -> Tensor:
-    """The logit of each target [N]; 0 where this rank does not have its row."""
+    """The logit of each target [N]; 0 if another rank has its row."""
     found = torch.zeros(len(e), dtype=wide(e.dtype), device=e.device)
     for rows in blocks(len(e), tiling.tokens):
         at, is_in = _inside(targets[rows], slice(0, len(c)))
@@ -148,7 +148,7 @@ def _inside(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
 
 
 def _joined(lse: Tensor, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """The logarithm of all ranks' sums, and the number of words that earlier ranks have; two messages."""
+    """The logarithm of all ranks' sums, and the number of words that earlier ranks hold. Costs two messages."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     counts = torch.zeros(size, dtype=torch.float64, device=lse.device)
     counts[rank] = num_words
@@ -161,7 +161,7 @@ def _joined(lse: Tensor, num_words: int, group: dist.ProcessGroup) -> tuple[Tens
 
 
 def _factors(grad: Tensor, dtype: torch.dtype, tiling: Tiling) -> tuple[float, float]:
-    """What a tile counts for in the gradients of e and of c: 0: it is left out. grad: softmax less the targets."""
+    """The factors of a tile in the gradients of e and of c; 0 leaves the tile out. grad: softmax less the targets."""
     if not tiling.filters:
         return 1.0, 1.0
     share = float(torch.linalg.vector_norm(grad, torch.inf)) / (torch.finfo(dtype).eps * LEAST_SHARE)

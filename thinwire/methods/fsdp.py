@@ -87,7 +87,7 @@ class FSDPMethod(Method):
         return units
 
     def _sent(self, topology: Topology, num_elements: int, wire: WireFormat) -> Counter[tuple[str, str]]:
-        """Bytes of one parameter of which a rank has so many elements."""
+        """Bytes of one parameter of which a rank holds `num_elements` elements."""
         sent: Counter[tuple[str, str]] = Counter()
         gathered = gather_bytes(topology, wire.weights.packet_bytes(num_elements))
         again = {**gathered, "inter": 0} if self.secondary and topology.num_nodes > 1 else gathered

@@ -111,5 +111,5 @@ def sum_over_ranks(
 
 
 def sum_bytes(numels: Iterable[int], grid: Topology, codec: Codec) -> dict[str, int]:
-    """Payload of a rank in `sum_over_ranks` of tensors of so many elements, by level."""
+    """Payload of a rank in `sum_over_ranks` of tensors of `numels` elements, by level."""
     return all_reduce_bytes(sliced(numels, grid.world_size, codec).numel, grid, codec, codec, codec)

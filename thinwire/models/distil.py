@@ -45,7 +45,11 @@ class Lesson:
 
 
 def apart(module: nn.Module, rows: Tensor, experts: Tensor) -> Tensor:
-    """The output of each row's expert, with weight 1. Hooks of the module do not run."""
+    """The output of each row's expert, with weight 1. Hooks of the module do not run.
+
+    Shape:
+        rows: [rows, hidden]. experts: int64 [rows], the expert of each row. Returns [rows, hidden].
+    """
     return module.forward(rows, experts[:, None], rows.new_ones(len(rows), 1))
 
 
@@ -85,7 +89,11 @@ class Distillation:
 
     @torch.no_grad()
     def parts(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """L_text and the sum of errors of a batch, two scalars without gradient."""
+        """L_text and the sum of errors of a batch, two scalars without gradient.
+
+        Shape:
+            tokens, targets: int64 [batch, tokens].
+        """
         with self._taught(tokens) as errors:
             loss = self._student(tokens, targets)
         return loss, torch.stack(errors).sum()

@@ -51,7 +51,7 @@ class KeptValues(nn.Module):
 
 
 def even(mask: Tensor) -> bool:
-    """Whether each row of the last dimension keeps equally many; False: each row of the dimension before it.
+    """True if rows of the last dimension keep equally many weights, False if rows of the dimension before it do.
 
     Raises ConfigError if neither does.
     """
@@ -94,7 +94,7 @@ def whole(model: nn.Module) -> None:
 
 
 def is_pruned(folder: Path) -> bool:
-    """Whether a folder of transformers says which weights were kept."""
+    """Whether a folder of transformers holds masks of pruned weights."""
     return (folder / MASKS).is_file() or (folder / PACKED).is_file()
 
 
@@ -109,7 +109,7 @@ def keep_folder(model: nn.Module, folder: Path) -> None:
 
 
 def write_packed(model: nn.Module, masks: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a pruned model as bits that say which weights are kept, and the kept weights; all numbers in bf16.
+    """Write a pruned model: a bit for each weight, whether it is kept, and the kept weights; all numbers in bf16.
 
     A matrix of n weights with a share s of zeros takes n / 8 + 2 n (1 - s) bytes, in place of 2 n.
     """
@@ -157,7 +157,7 @@ def masks_packed(model: nn.Module, folder: Path) -> dict[str, Tensor]:
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """All that a model saves, each tensor once, under its first name."""
+    """The tensors of a model's state_dict, each once, under its first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))

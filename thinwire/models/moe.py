@@ -201,7 +201,12 @@ class Experts(nn.Module):
         return mixed(x, top_k_index, top_k_weights, self.num_experts, self.weigh_inputs, self.work)
 
     def work(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """The result of `swiglu` with the weights of these experts."""
+        """The result of `swiglu` with the weights of these experts.
+
+        Shape:
+            rows: [rows, hidden], sorted by expert. counts: int64 [experts], number of rows of each.
+            Returns [rows, hidden].
+        """
         return swiglu(rows, counts, (self.gate_proj, self.up_proj, self.down_proj))
 
 

@@ -82,6 +82,12 @@ def pieces_of(part: Part) -> dict[str, tuple[Span, ...]]:
 
 
 def move(param: Tensor, update: Tensor, shape: torch.Size, group: dict[str, Any]) -> None:
-    """Take a step along `update`; shape: of the whole, of which `param` may be a piece."""
+    """Take a step along `update`.
+
+    Args:
+        param: a whole matrix or a piece of it, changed in place.
+        update: in the shape of `param`.
+        shape: of the whole matrix.
+    """
     param.mul_(1 - group["lr"] * group["weight_decay"])
     param.add_(update, alpha=-0.2 * math.sqrt(max(shape[-2:])) * group["lr"])

@@ -65,16 +65,16 @@ def with_splits(config: ExplainConfig, shape: MeshShape) -> MeshShape:
 def choose_experts(
     strategy: Method, whole: nn.Module, config: ExplainConfig, links: Links, shape: MeshShape | None = None
 ) -> tuple[dict[str, Any], list[Row]]:
-    """What the options of experts should be where they say auto, and rows on why.
+    """Values for the options of experts that are auto, and rows that say why.
 
-    The ranks that hold the experts are as many as need the fewest seconds: of the links for the strategy's weights and
-    gradients, and of each layer's simulated forward and backward, by the way that is best with so many. The router is
-    even.
+    Chooses the number of ranks that share the experts by the fewest seconds: of the links for the strategy's weights
+    and gradients, and of each layer's simulated forward and backward in the best way for that number. Assumes that the
+    router sends equally many rows to each expert.
 
     Args:
-        shape: of a mesh that states these ranks; None: all numbers of them are tried.
+        shape: a mesh that states this number; None: try all numbers.
 
-    Raises ConfigError where no number of ranks can train, or no way has a use for all that is stated.
+    Raises ConfigError if no number of ranks can train, or no way uses all of the stated options.
     """
     world, stated = MeshShape({"data": config.nodes * config.local_size}), config.tables.get(EXPERTS, {})
     seconds: dict[int, float] = {}
@@ -104,14 +104,14 @@ def choose_experts(
 
 
 def way_text(way: ExpertParallel) -> str:
-    """What travels, how, in how many chunks."""
+    """A way as text: what travels, by which route, in how many chunks."""
     return f"{way.move}, {way.route}, {way.chunks} chunk{'s' if way.num_chunks > 1 else ''}"
 
 
 def step_seconds(
     strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape, links: Links
 ) -> tuple[float, dict[ExpertParallel, float]]:
-    """Seconds of what a step sends, and of its experts by the best way; and those of one layer by each way."""
+    """Seconds of a step's messages and of its experts in the best way; and seconds of one layer in each way."""
     model, placement = placed(whole, config, shape)
     numel = 3 * model.config.hidden_size * model.config.intermediate_size * placement.experts // placement.ranks
     rows, of_node = rows_of(model, placement, config, shape), local_size(config, shape)

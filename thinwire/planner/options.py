@@ -38,8 +38,8 @@ class ExplainConfig:
     model: str = "demo"
     """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR, whose weights are not read."""
     optimizer: str = "adamw"
-    """Optimizer whose state and messages are counted, as for `thinwire train`; others than adamw only on
-    the data axis."""
+    """Optimizer whose state and messages are counted, as for `thinwire train`; others than adamw only on the data
+    axis."""
     mesh: str | None = None
     """Axes of the ranks, such as data=2,tensor=2, as for `thinwire train`; by default all ranks are the data axis."""
     stages: str | None = None

@@ -1,4 +1,4 @@
-"""Reads `NAME[option=value,...]`, as optimizers and the contestants of a race are written."""
+"""Reads `NAME[option=value,...]`, the form of optimizers and of the contestants of a race."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from thinwire.errors import ConfigError
 
 
 def split(text: str, note: str) -> list[str]:
-    """The parts of the text between commas outside of brackets and quotes. Raises ConfigError where one is left open.
+    """Split a text at commas outside of brackets and quotes. Raises ConfigError if one is not closed.
 
-    note: what a message begins with.
+    note: the beginning of the error message.
     """
     parts, depth, quote = [""], 0, ""
     for char in text:

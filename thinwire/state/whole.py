@@ -19,9 +19,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write_whole(tensor: Tensor, value: Tensor) -> None:
-    """Write `value`, a whole tensor that is the same on all ranks, in place.
+    """Write a whole tensor, the same on all ranks, in place. A sharded tensor takes this rank's part; nothing is sent.
 
-    A sharded tensor takes this rank's part.
+    Shape:
+        tensor: any, also a DTensor. value: the shape of the whole tensor.
     """
     if not isinstance(tensor, DTensor):
         tensor.copy_(value)

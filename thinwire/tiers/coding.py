@@ -45,7 +45,11 @@ class Coding:
         self.codec.encode(values, seed=seed, counter=counter, out=packet)
 
     def decode(self, packet: Tensor, values: Tensor) -> None:
-        """Decode `packet` into `values`; the inverse of `encode`."""
+        """Decode a packet; the inverse of `encode`.
+
+        Shape:
+            packet: uint8 [num_bytes(n)]. values: fp32 [n], overwritten.
+        """
         self.codec.decode(packet, values.numel(), out=values)
         if self.of_roots:
             values.square_()

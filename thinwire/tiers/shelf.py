@@ -28,7 +28,7 @@ class Shelf:
     """Tensors of `numel` fp32 elements, one for each kind, in records of `record_numel` elements of all kinds.
 
     A record is zero until its first `put`. Checksums of the records stay in memory, so a record that the disk damages
-    is noticed. Memory holds NUM_PASSING records, the first records that were told to `stay`, and one record of fp32
+    is noticed. Memory holds NUM_PASSING records, the records that `stay` admits, and one record of fp32
     numbers of each kind that is stored encoded. Encoded kinds have a second file, to which `write_out` writes the plain
     numbers. Rounding depends on an element's number and on how often its record was put, but not on the records' length
     or on which records stay.

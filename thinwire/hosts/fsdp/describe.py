@@ -73,7 +73,7 @@ def _raw(compressed: CompressedFSDP) -> list[Row]:
 def _reshard(compressed: CompressedFSDP) -> Row:
     dropping = sum(unit.group.backward_group_size(compressed.model) > 0 for unit in compressed.units)
     shown = f"in {dropping} of {len(compressed.units)} modules" if dropping else "off"
-    gathers = "as fully_shard was told: gathered for forward and for backward" if dropping else "one gather a step"
+    gathers = "as fully_shard requested: gathered for forward and for backward" if dropping else "one gather a step"
     return "reshard after forward", shown, gathers
 
 

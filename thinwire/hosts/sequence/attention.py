@@ -117,7 +117,11 @@ def sequence_attention(
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None = None) -> Tensor:
-    """torch's attention, in which each key head serves a group of query heads."""
+    """torch's attention, in which each key head serves a group of query heads.
+
+    Shape:
+        q: [batch, heads, tokens, d]. k, v: [batch, kv_heads, tokens, d]. Returns the shape of q.
+    """
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -24,11 +24,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> t
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from one block. `out` and `sums` are those of all blocks together.
+    """Gradients of q, k and v from one block, whose weights are exp(scale q k^T - sums): blocks' gradients add up.
 
-    `grad` is that of `out`.
-
-    The weights of the block are exp(scale q k^T - sums), so the blocks' gradients add up.
+    Shape:
+        grad, q, out: [batch, heads, queries, d]; `out` is the result of all blocks, and `grad` its gradient.
+        k, v: [batch, kv_heads, keys, d]. sums: of all blocks, [batch, heads, queries].
     """
     if q.device.type == "cpu":
         return _compat.cpu_flash_backward(grad, q, k, v, out, sums, is_causal, scale)
@@ -58,7 +58,11 @@ def plain_backward(
 
 
 def scores_of(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """scale q k^T in fp32 or fp64, -inf where the mask hides a key."""
+    """scale q k^T in fp32 or fp64, -inf where the mask hides a key.
+
+    Shape:
+        q: [batch, heads, queries, d]. k: [batch, kv_heads, keys, d]. Returns [batch, heads, queries, keys].
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ repeated(k, q).to(wide).transpose(-1, -2) * scale
     if is_causal:
@@ -67,7 +71,11 @@ def scores_of(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
 
 
 def repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Key or value heads, one for each query head."""
+    """Keys or values x, repeated so that each query head has its own.
+
+    Shape:
+        x: [batch, kv_heads, keys, d]. q: [batch, heads, queries, d]. Returns [batch, heads, keys, d].
+    """
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 

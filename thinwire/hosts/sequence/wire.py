@@ -71,7 +71,13 @@ def pack(x: Tensor, codec: Codec | None, seed: int = 0) -> Tensor:
 
 
 def unpack(packet: Tensor, like: Tensor, codec: Codec | None) -> Tensor:
-    """The tensor in a packet, in the shape and dtype of `like`."""
+    """The tensor in a packet.
+
+    Args:
+        packet: uint8, from `pack` with the same codec.
+        like: a tensor of the result's shape and dtype; its values are not read.
+        codec: None: the packet holds the tensor's own bytes.
+    """
     if codec is None:
         return packet.view(like.dtype).view(like.shape)
     return codec.decode(packet, like.numel()).view(like.shape).to(like.dtype)

@@ -62,7 +62,7 @@ class DGC(OnWholeStep, Plannable):
     """Densities of the first stages, one after the other; an empty list: no warm-up."""
     warmup_steps: int | None = None
     """Steps of each stage of the warm-up, at least 1; by default all stages take a tenth of a training run, or 25
-    steps each in a loop of one's own."""
+    steps each in your own loop."""
     values: str = "fp32"
     """Codec of the values that travel. What it loses is sent later."""
     group: int = 1 << 16

@@ -55,7 +55,7 @@ class OneBitAdam(OnWholeStep):
 
     freeze: float | None = None
     """Exact steps before the variance is frozen: a number from 2, or a share of the run below 1; 0: an automatic
-    rule. By default a fifth of a training run, 0 in a loop of one's own."""
+    rule. By default a fifth of a training run, 0 in your own loop."""
     clip: float = 1.0
     """Largest 2-norm of a rank's gradient, in units of the square root of the number of ranks; 0: no clipping."""
 

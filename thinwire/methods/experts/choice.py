@@ -1,4 +1,4 @@
-"""What travels, by which route and in how many chunks: the way whose simulated layer takes the fewest seconds."""
+"""Chooses what travels, by which route and in how many chunks: the way with the fastest simulated layer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ROUTES: tuple[Literal["linear", "2dh", "once"], ...] = ("linear", "2dh", "once")
 def choose_way(
     options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links
 ) -> dict[ExpertParallel, float]:
-    """Seconds of one layer, forward and backward, of each way that the options leave open; the fastest first.
+    """For each way that the options leave open: seconds of a layer, forward and backward; fastest first.
 
-    The simulator decides, not a closed form: on links that everything shares, that one's number of chunks takes up to a
-    quarter longer. One chunk is always tried; more are as long as they help.
+    The simulator decides, not FSMoE's closed form, whose number of chunks takes up to a quarter longer on links that
+    all messages share. One chunk is always tried, then more as long as they help.
 
     Args: see `sent`. links: of the ranks that hold the experts between them.
     """
@@ -40,7 +40,7 @@ def choose_way(
 
 
 def ways_of(options: ExpertParallel, placement: ExpertPlacement, local_size: int) -> list[ExpertParallel]:
-    """What may travel, by each route that differs, where the options leave it open, in one chunk.
+    """The ways in one chunk that the options leave open: what travels, by each route that differs.
 
     Raises ConfigError where no way has a use for all that is stated.
     """
@@ -78,7 +78,7 @@ def layer_s(
 
 
 def rows_there(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, chunk: int) -> list[int]:
-    """Rows of a chunk that each rank works on."""
+    """For each rank, the number of a chunk's rows that its experts work on."""
     found = []
     for home in range(placement.ranks):
         if options.move == "experts":

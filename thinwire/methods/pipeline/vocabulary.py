@@ -68,8 +68,8 @@ class Scores:
 
     Attributes:
         probabilities: [N, V/p], softmax over the rank's own rows.
-        told: [3, N]: the largest of its logits, the sum of exp(logit - largest), and the target's logit (0 if another
-            rank has the target's row).
+        told: what the rank sends to the others, [3, N]: the largest of its logits, the sum of exp(logit - largest), and
+            the target's logit (0 if another rank has the target's row).
         expected: with one barrier, [N, h]: probabilities times weights.
         aimed: with one barrier, [N, h]: the target's weights or 0.
     """
@@ -129,7 +129,8 @@ def agree(found: Scores, told: Tensor, rank: int, token_gradients: Tensor) -> So
     rank's part of dX, (c_i / Z) A_i - B_i times token_gradients. The sum over ranks is dX.
 
     Shape:
-        told: [p, 3, N], of all ranks. token_gradients: [N], gradient of the whole loss by each token's loss.
+        told: Scores.told of all ranks, [p, 3, N].
+        token_gradients: [N], gradient of the whole loss by each token's loss.
     """
     largest, total, target = told.unbind(1)
     most = largest.amax(0)

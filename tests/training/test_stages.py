@@ -69,6 +69,15 @@ def test_stages_change_no_loss_and_no_norm(runs: RunsOfRanks) -> None:
     assert "parameters cut over 2 ranks" in runs["tensor"]["printed"]
 
 
+def test_ranks_draw_alike_on_a_tensor_axis_and_apart_on_stages(runs: RunsOfRanks) -> None:
+    # As many ranks had saved their states, on another mesh.
+    assert "a mesh of pipeline=4,data=1 had them and this is pipeline=2,data=1,tensor=2" in runs["tensor"]["printed"]
+    checkpoint = latest(runs["tensor"]["folder"] / "checkpoints")
+    assert checkpoint is not None
+    states = [Source(checkpoint, rank).own("trainer", rank=rank)["rng"].tolist() for rank in range(4)]
+    assert states[0] == states[1] != states[2] == states[3]
+
+
 def test_stages_that_are_chosen_are_said_kept_and_change_no_loss(runs: RunsOfRanks) -> None:
     run, config = runs["auto"], tomllib.loads((runs["auto"]["folder"] / "config.toml").read_text())
     assert config["stages"] in (1, 2, 4) and config["micro_batch"] in (1, 2) and config["tokens_per_step"] == 128

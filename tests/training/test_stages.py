@@ -43,7 +43,7 @@ ROWS = {
     "first": (2, f"--strategy zero --stages 2 --pipeline.head first --pipeline.plan fitted {STILL}", "lossy"),
     "spread": (4, f"--strategy zero --stages 2 --pipeline.head spread --pipeline.plan 1f1b {EXACT}", "four"),
     "spread-lossy": (4, f"--strategy sdp4bit --stages 2 --pipeline.head spread --pipeline.barriers 2 {STOP}", ""),
-    "spread-back": (2, f"--strategy zero --stages 1 {STILL}", "spread-lossy"),
+    "spread-back": (2, f"--strategy zero --stages 2 {STILL}", "spread-lossy"),
     "tensor": (4, f"--strategy sdp4bit --stages 2 --tensor 2 {EXACT}", "four"),
     "tensor-still": (4, f"--strategy zero --stages 2 --tensor 2 {STILL}", "lossy"),
     "auto": (4, f"--strategy zero --stages auto {EXACT}", ""),

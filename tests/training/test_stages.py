@@ -46,7 +46,7 @@ ROWS = {
     "spread-back": (2, f"--strategy zero --stages 2 {STILL}", "spread-lossy"),
     "tensor": (4, f"--strategy sdp4bit --stages 2 --tensor 2 {EXACT}", "four"),
     "tensor-still": (4, f"--strategy zero --stages 2 --tensor 2 {STILL}", "lossy"),
-    "auto": (4, f"--strategy zero --stages auto {EXACT}", ""),
+    "auto": (4, f"--strategy zero --stages auto --tensor auto --local-size 2 {EXACT}", ""),
     "skip": (4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
     "skip-again": (4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
 }
@@ -81,6 +81,7 @@ def test_ranks_draw_alike_on_a_tensor_axis_and_apart_on_stages(runs: RunsOfRanks
 def test_stages_that_are_chosen_are_said_kept_and_change_no_loss(runs: RunsOfRanks) -> None:
     run, config = runs["auto"], tomllib.loads((runs["auto"]["folder"] / "config.toml").read_text())
     assert config["stages"] in (1, 2, 4) and config["micro_batch"] in (1, 2) and config["tokens_per_step"] == 128
+    assert config.get("tensor", 1) in (1, 2) and " with 1 stage(s) x 2 tensor ranks" in run["printed"]
     assert f"--micro-batch {config['micro_batch']} --strategy zero" in run["printed"]
     assert "a step with" in run["printed"] and "FLOP/s a rank, links between nodes" in run["printed"]
     for step, found in run["steps"].items():
@@ -166,7 +167,8 @@ def test_stages_that_are_skipped_are_the_same_in_each_run(runs: RunsOfRanks) -> 
         (("--stages", "4", "--inject", "kill stage=4 step=2"), "stages are numbered from 0 to 3"),
         (("--stages", "4", "--pipeline.recover", "average", "--minutes", "1"), "recover: .* nearest: --steps"),
         (("--stages", "auto", "--mesh", "data=4"), "--stages auto finds the mesh"),
-        (("--stages", "auto", "--tensor", "2"), "--stages auto finds the mesh: leave --mesh, --tensor"),
+        (("--stages", "auto", "--tensor", "2"), "leave --mesh, --tensor and .*; or --tensor auto"),
+        (("--stages", "2", "--tensor", "auto"), "--tensor auto is found beside the stages; nearest: --stages auto"),
         (("--strategy", "auto", "--tensor", "2"), "--strategy auto finds mesh and order: leave --mesh, --tensor"),
         (("--stages", "auto", "--model", "moe-tiny"), "for presets such as demo, and not for moe-tiny"),
         (("--stages", "auto", "--strategy", "diloco"), "--stages auto: stages beside islands"),

@@ -377,8 +377,8 @@ def check_can_cut(model: nn.Module) -> Llama:
 def grid_of(config: ExplainConfig, rate: float | None, local_rate: float | None) -> Grid:
     """The machines; their speed is that of this process unless it is stated."""
     flops = matrix_flops(torch.float32, Device()) if config.gflops is None else config.gflops * 1e9
-    bytes_per_s = (None if each is None else each / 8 for each in (rate, local_rate))
-    return Grid(config.nodes, config.local_size, flops, *bytes_per_s)
+    own, inside = (None if each is None else each / 8 for each in (rate, local_rate))
+    return Grid(config.nodes, config.local_size, flops, own, inside)
 
 
 def found_stages(

@@ -96,7 +96,7 @@ def importance(trials: Sequence[Trial]) -> dict[str, float]:
     By permutation: how much worse a surrogate of the trials' seconds predicts them where a knob stands as in another
     trial; the mean over all rotations of the trials. Source: Breiman, "Random Forests" (2001), section 10.
     """
-    values, knobs = np.log(seconds_of(trials)), [knobs_of(trial.way.candidate) for trial in trials]
+    values, knobs = list(map(math.log, seconds_of(trials))), [knobs_of(trial.way.candidate) for trial in trials]
     told = Surrogate([trial.way for trial in trials], trials, values)
 
     def error(rows: Sequence[dict[str, str]]) -> float:
@@ -104,10 +104,7 @@ def importance(trials: Sequence[Trial]) -> dict[str, float]:
 
     rises: dict[str, float] = {}
     for name in knobs[0]:
-        turned = [
-            [{**row, name: knobs[at][name]} for at, row in enumerate(knobs)]
-            for by in range(1, len(knobs))
-        ]
+        turned = [[{**row, name: knobs[at][name]} for at, row in enumerate(knobs)] for by in range(1, len(knobs))]
         rises[name] = max(0.0, float(np.mean([error(rows) for rows in turned])) - error(knobs)) if turned else 0.0
     total = sum(rises.values()) or 1.0
     return {name: rise / total for name, rise in sorted(rises.items(), key=lambda pair: -pair[1])}

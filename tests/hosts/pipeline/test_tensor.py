@@ -68,7 +68,7 @@ class Dropping(MLP):
 
 def dropped(recompute: str) -> Any:
     """The gradients of a model with dropout, and what each of this stage's layers drew."""
-    whole = model(torch.float64)
+    whole: Any = model(torch.float64)
     for layer in whole.model.layers:
         layer.mlp.__class__ = Dropping
     torch.manual_seed(5)

@@ -66,6 +66,10 @@ COMMANDS: dict[str, Command] = {
         "Find the fastest way to train on machines that were measured.",
         "thinwire.compare.verify:run_plan", "thinwire.planner.plan_options:plan_line",
     ),
+    "tune": Command(
+        "Measure some ways to train in the lab, and correct the plan by what they take.",
+        "thinwire.compare.tune:run_tune", "thinwire.planner.plan_options:tune_line",
+    ),
     "codecs": Command(
         "List the codecs that options take, with bits per element and traits.",
         "thinwire.listings:run_codecs", "thinwire.listings:codecs_line",

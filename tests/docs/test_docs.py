@@ -43,7 +43,7 @@ from thinwire.methods.pipeline import Pipeline
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.planner.explain import explain
 from thinwire.planner.options import ExplainConfig, read_explain
-from thinwire.planner.plan_options import PlanConfig, read_bytes, read_plan_line
+from thinwire.planner.plan_options import PlanConfig, TuneConfig, read_bytes, read_plan_line, read_tune_line
 from thinwire.pruning.options import PruneConfig, read as read_prune
 from thinwire.registry import STRATEGIES, class_of
 from thinwire.report.metrics import MembershipEvent, StepMetrics
@@ -52,7 +52,10 @@ from thinwire.run.config import TrainConfig
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
 MADE_ANEW: dict[str, Any] = {"expand": ExpandConfig, "prune": PruneConfig}
 READERS: dict[str, Callable[[list[str]], object]] = {"expand": read_expand, "prune": read_prune}
+PLANNERS: dict[str, Callable[[list[str], Problems], PlanConfig]] = {"plan": read_plan_line, "tune": read_tune_line}
 CLI_PAGE = ROOT / "docs/reference/cli.md"
+# The page has what is not as in the other command.
+TUNING = ("tune", TuneConfig, fields(PlanConfig))
 RUN_DIR_PAGE = ROOT / "docs/reference/run-directory.md"
 README_LOOPS = [block for block in blocks("python") if block.page.name == "README.md"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -84,8 +87,8 @@ def test_commands_are_understood(block: Block) -> None:
             understand_explain(words[2:])
         elif words[:2] == ["thinwire", "calibrate"]:
             understand_calibration(words[2:])
-        elif words[:2] == ["thinwire", "plan"]:
-            understand_plan(words[2:])
+        elif words[0] == "thinwire" and words[1] in PLANNERS:
+            understand_plan(words[1], words[2:])
         elif words[:2] == ["thinwire", "lab"]:
             understand_lab(words[2:])
         elif words[0] == "thinwire" and words[1] in CONVERSIONS:
@@ -127,11 +130,11 @@ def understand_calibration(args: list[str]) -> None:
     assert not problems.messages
 
 
-def understand_plan(args: list[str]) -> None:
+def understand_plan(command: str, args: list[str]) -> None:
     if args == ["--help"]:
         return
     problems = Problems()
-    config = read_plan_line(args, problems)
+    config = PLANNERS[command](args, problems)
     assert config.memory is None or read_bytes(config.memory)
     assert not problems.messages
 
@@ -250,9 +253,10 @@ def test_every_flag_of_the_lab_is_documented_with_its_default() -> None:
 
 
 def test_every_flag_of_planning_is_documented_with_its_default() -> None:
-    for name, config in (("calibrate", CalibrateConfig), ("plan", PlanConfig)):
+    for name, config, beside in (("calibrate", CalibrateConfig, ()), ("plan", PlanConfig, ()), TUNING):
         documented = {row[0]: row[1].strip("`") for row in table_rows(CLI_PAGE, f"Flags of `thinwire {name}`")}
-        own = [item for item in fields(config) if item.name != "tables"]
+        known = {(item.name, item.default) for item in beside}
+        own = [item for item in fields(config) if item.name != "tables" and (item.name, item.default) not in known]
         assert documented == {flag(item.name): shown(item.default) for item in own}
 
 

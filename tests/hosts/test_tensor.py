@@ -47,22 +47,23 @@ METHODS = EXACT | LOSSY
 class Block(nn.Module):
     """Two matrices that are cut, a norm and a bias that every rank of the tensor axis holds whole."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, drop: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
+        self.inside, self.behind = nn.Dropout(drop), nn.Dropout(drop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.behind(self.down(self.inside(torch.relu(self.up(self.norm(x))))))
 
 
 class Stack(nn.Module):
-    def __init__(self, seed: int, recompute: bool = False) -> None:
+    def __init__(self, seed: int, recompute: bool = False, drop: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.recompute = recompute
-        self.blocks = nn.ModuleList(Block(12, 20) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(12, 20, drop) for _ in range(2))
         self.head = nn.Linear(12, 5, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -100,13 +101,14 @@ def alone(max_norm: float = 0.5) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def train(
-    rank: int, world_size: int, name: str, sizes: tuple[int, int], recompute: bool = False
+    rank: int, world_size: int, name: str, sizes: tuple[int, int], recompute: bool = False, drop: float = 0.0
 ) -> dict[str, Any] | None:
     if name == "frontier-cut" and sizes[0] == 1:
         return None
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
     # Ranks start from other weights: the first one's are taken, of what is cut as of what is not.
-    model = Stack(0, recompute)
+    model = Stack(0, recompute, drop)
+    drawn = note_draws(model) if drop else {}
     if rank:
         with torch.no_grad():
             model.head.weight.add_(rank)
@@ -134,9 +136,24 @@ def train(
         "weights": {name: param.detach().clone() for name, param in model.named_parameters()},
         "norms": norms, "hashes": hashes, "sent": sent, "promised": stage.optimizer.bytes_per_step,
         "loss": stage.optimizer.mean_loss, "place": (mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank()),
+        "drawn": drawn,
     }  # fmt: skip
     stage.close()
     return found
+
+
+def note_draws(model: nn.Module) -> dict[str, list[list[float]]]:
+    """The first numbers that each dropout draws in each forward, by the dropout's name, as they come."""
+    drawn: dict[str, list[list[float]]] = {}
+
+    def note(name: str) -> None:
+        with torch.random.fork_rng():
+            drawn.setdefault(name, []).append(torch.rand(4).tolist())
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_pre_hook(lambda *_, name=name: note(name))
+    return drawn
 
 
 def hashes_of(model: nn.Module) -> dict[str, list[int]]:
@@ -194,12 +211,20 @@ def test_equals_one_process(name: str, runs: tuple) -> None:
 
 
 def recomputed(rank: int, world_size: int) -> list[Any]:
-    return [train(rank, world_size, "zero", (1, 2), recompute) for recompute in (False, True)]
+    return [train(rank, world_size, "zero", (1, 2), recompute, 0.5) for recompute in (False, True)]
 
 
-def test_activations_may_be_computed_again_in_backward() -> None:
-    for plain, again in run_workers(recomputed, 2):
+def test_dropout_is_alike_where_tensors_are_whole_and_each_rank_s_own_where_they_are_cut() -> None:
+    ranks = run_workers(recomputed, 2)
+    # The same random numbers where activations are computed again in backward.
+    for plain, again in ranks:
         assert plain["hashes"] == again["hashes"]
+    for (name, first), second in zip(ranks[0][0]["drawn"].items(), ranks[1][0]["drawn"].values(), strict=True):
+        # Two micro-batches a step, and no number comes twice.
+        assert len(first) == len(second) == len(set(map(tuple, first))) == 2 * STEPS
+        assert all((one == other) == name.endswith("behind") for one, other in zip(first, second, strict=True)), name
+    for first, second in zip(ranks[0][0]["hashes"], ranks[1][0]["hashes"], strict=True):
+        assert all(first[name] == second[name] for name in first if ".up." not in name and "down.weight" not in name)
 
 
 def save(stage: Stage, folder: Path, step: int, store: Any = None) -> None:

@@ -17,6 +17,7 @@ from thinwire.compare.contestants import Contestant
 from thinwire.compare.measure import Figures
 from thinwire.compare.options import RaceConfig
 from thinwire.compare.plan import make_plan
+from thinwire.compare.tune import run_tune
 from thinwire.compare.verify import lab_of, run_plan
 from thinwire.cost import Cores, Machine, Network
 from thinwire.errors import ConfigError, Problems
@@ -190,3 +191,14 @@ def test_the_best_ways_race_and_the_fastest_is_written(
         run_plan([*flags, "--verify", "2", "--trace", str(tmp_path / "trace.json")])
     with pytest.raises(ConfigError, match="--verify -1: must be at least 0"):
         run_plan([*flags, "--verify", "-1"])
+    stopped.clear()
+    raced.clear()
+    assert run_tune([*flags, "--verify", "2", "--trials", "5"]) == 0
+    printed = capsys.readouterr().out
+    # Two, two and one; the second of a race is the fastest.
+    assert len(set(raced)) == len(raced) == 5 and "2 of 5 ways measured; the fastest: 0.5 s a step" in printed
+    assert "What the seconds of the 5 ways hang on: " in printed and "by the corrected prediction" in printed
+    written, best = read_toml(out, Problems()), raced[1]
+    assert f"micro_batch={written.micro_batch}" in best and best.startswith(written.strategy)
+    with pytest.raises(ConfigError, match=r"--trials 1 and --verify 2: .*nearest: --trials 2 --verify 2"):
+        run_tune([*flags, "--verify", "2", "--trials", "1"])

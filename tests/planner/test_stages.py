@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -120,11 +121,11 @@ def test_replicas_on_one_node_share_its_link() -> None:
 
 
 def test_candidates_are_the_ways_that_exist() -> None:
-    found = list(candidates(8, 4, 32, ["zero", "sdp4bit"], {"plan": "1f1b"}))
+    found = list(candidates(8, 4, 32, ["zero", "sdp4bit"], {"plan": "1f1b"}, tensors=(1, 2)))
     assert len(set(found)) == len(found)
-    assert {each.stages for each in found} == {1, 2, 4}
+    assert {(each.stages, each.tensor) for each in found} == set(product((1, 2, 4), (1, 2)))
     for each in found:
-        assert each.stages * each.replicas == 8
+        assert each.stages * each.tensor * each.replicas == 8
         assert each.replicas * each.micro_batch * each.num_micro_batches == 32
         assert each.pipeline.plan == "1f1b"
 
@@ -156,9 +157,35 @@ def test_auto_ranks_what_fits_and_says_why(capsys: pytest.CaptureFixture[str]) -
     assert fast is not None and fast.fastest[0].candidate.pipeline.forward == "fp32"
 
 
+ONE_ORDER = ("--pipeline.plan", "1f1b", "--pipeline.recompute", "never")
+
+
+def test_tensor_ranks_are_searched_with_the_stages_and_stay_on_a_machine() -> None:
+    auto = ("--stages", "auto", "--tensor", "auto", "--nodes", "2", "--local-size", "4", *ONE_ORDER)
+    found = explained(*auto, "--local-rate", "100gbit")
+    assert found.search is not None
+    ways = {(priced.candidate.stages, priced.candidate.tensor): priced for priced in reversed(found.search.fastest)}
+    # Two key-value heads.
+    assert ways.keys() == set(product((1, 2, 4), (1, 2)))
+    # A sum over tensor ranks takes its time: on links inside that are 5,000 times slower nothing is cut so.
+    slow = explained(*auto, "--local-rate", "20mbit").search
+    assert slow is not None and slow.fastest[0].candidate.tensor == 1
+    cut = next(priced for priced in slow.fastest if priced.candidate == ways[2, 2].candidate)
+    way = cut.candidate
+    sums = 4 * PRESETS["demo"].num_hidden_layers // 2 * way.num_micro_batches * way.micro_batch
+    more_s = sums * 64 * PRESETS["demo"].hidden_size * 4 / 2.5e6
+    assert cut.step_s - ways[2, 2].step_s >= 0.99 * more_s
+    # The fullest stage decides what fits, and then more ranks may have to hold it.
+    least = min(each.memory_bytes for each in slow.fastest if each.candidate.tensor == 1)
+    limited = explained(*auto, "--local-rate", "20mbit", "--memory-gb", str(0.999 * least / 1e9)).search
+    assert limited is not None and all(priced.candidate.tensor > 1 for priced in limited.fastest)
+    assert f"--tensor {limited.fastest[0].candidate.tensor} " in limited.fastest[0].candidate.flags
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--tensor", "auto"], "--tensor auto is found beside the stages; nearest: --stages auto --tensor auto"),
         (["--stages", "auto", "--memory-gb", "0.001"], r"no way to train fits; the least is .* MB"),
         (["--stages", "five"], "--stages five: must be a whole number from 1 to 10,000, or auto"),
         (["--stages", "auto", "--mesh", "data=4"], "leave --mesh and --tensor out"),

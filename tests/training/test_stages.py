@@ -43,10 +43,10 @@ ROWS = {
     "first": (2, f"--strategy zero --stages 2 --pipeline.head first --pipeline.plan fitted {STILL}", "lossy"),
     "spread": (4, f"--strategy zero --stages 2 --pipeline.head spread --pipeline.plan 1f1b {EXACT}", "four"),
     "spread-lossy": (4, f"--strategy sdp4bit --stages 2 --pipeline.head spread --pipeline.barriers 2 {STOP}", ""),
-    "spread-back": (2, f"--strategy zero --stages 1 {STILL}", "spread-lossy"),
+    "spread-back": (2, f"--strategy zero --stages 2 {STILL}", "spread-lossy"),
     "tensor": (4, f"--strategy sdp4bit --stages 2 --tensor 2 {EXACT}", "four"),
     "tensor-still": (4, f"--strategy zero --stages 2 --tensor 2 {STILL}", "lossy"),
-    "auto": (4, f"--strategy zero --stages auto {EXACT}", ""),
+    "auto": (4, f"--strategy zero --stages auto --tensor auto --local-size 2 {EXACT}", ""),
     "skip": (4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
     "skip-again": (4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
 }
@@ -69,9 +69,19 @@ def test_stages_change_no_loss_and_no_norm(runs: RunsOfRanks) -> None:
     assert "parameters cut over 2 ranks" in runs["tensor"]["printed"]
 
 
+def test_ranks_draw_alike_on_a_tensor_axis_and_apart_on_stages(runs: RunsOfRanks) -> None:
+    # As many ranks had saved their states, on another mesh.
+    assert "a mesh of pipeline=4,data=1 had them and this is pipeline=2,data=1,tensor=2" in runs["tensor"]["printed"]
+    checkpoint = latest(runs["tensor"]["folder"] / "checkpoints")
+    assert checkpoint is not None
+    states = [Source(checkpoint, rank).own("trainer", rank=rank)["rng"].tolist() for rank in range(4)]
+    assert states[0] == states[1] != states[2] == states[3]
+
+
 def test_stages_that_are_chosen_are_said_kept_and_change_no_loss(runs: RunsOfRanks) -> None:
     run, config = runs["auto"], tomllib.loads((runs["auto"]["folder"] / "config.toml").read_text())
     assert config["stages"] in (1, 2, 4) and config["micro_batch"] in (1, 2) and config["tokens_per_step"] == 128
+    assert config.get("tensor", 1) in (1, 2) and " with 1 stage(s) x 2 tensor ranks" in run["printed"]
     assert f"--micro-batch {config['micro_batch']} --strategy zero" in run["printed"]
     assert "a step with" in run["printed"] and "FLOP/s a rank, links between nodes" in run["printed"]
     for step, found in run["steps"].items():
@@ -157,7 +167,8 @@ def test_stages_that_are_skipped_are_the_same_in_each_run(runs: RunsOfRanks) -> 
         (("--stages", "4", "--inject", "kill stage=4 step=2"), "stages are numbered from 0 to 3"),
         (("--stages", "4", "--pipeline.recover", "average", "--minutes", "1"), "recover: .* nearest: --steps"),
         (("--stages", "auto", "--mesh", "data=4"), "--stages auto finds the mesh"),
-        (("--stages", "auto", "--tensor", "2"), "--stages auto finds the mesh: leave --mesh, --tensor"),
+        (("--stages", "auto", "--tensor", "2"), "leave --mesh, --tensor and .*; or --tensor auto"),
+        (("--stages", "2", "--tensor", "auto"), "--tensor auto is found beside the stages; nearest: --stages auto"),
         (("--strategy", "auto", "--tensor", "2"), "--strategy auto finds mesh and order: leave --mesh, --tensor"),
         (("--stages", "auto", "--model", "moe-tiny"), "for presets such as demo, and not for moe-tiny"),
         (("--stages", "auto", "--strategy", "diloco"), "--stages auto: stages beside islands"),

@@ -48,20 +48,43 @@ def run_plan(args: Sequence[str]) -> int:
 def verified(config: PlanConfig, found: TrainingPlan) -> TrainingPlan:
     """Race the fastest candidates in the lab. Return the plan with the measured winner in front.
 
-    Prints predictions beside measurements. Raises ConfigError if the lab can't be made, StoppedError after a signal,
-    ThinwireError if no candidate ran to its end.
+    Raises as `raced` and `with_fastest` do.
+    """
+    ways = found.search.fastest[: config.verify]
+    times = raced(config, found, ways, "verify")
+    made, fastest = with_fastest(found, ways, times), times.index(min(times))
+    print(
+        f"the fastest measured is {contestant(fastest + 1, ways[fastest], found).name}; the fastest predicted takes "
+        f"{times[0] / times[fastest]:.2f} times as long"
+    )
+    return made
+
+
+def with_fastest(found: TrainingPlan, ways: Sequence[Priced], times: Sequence[float]) -> TrainingPlan:
+    """The plan with the way in front that was the fastest. Raises ThinwireError where none ran to its end."""
+    if not math.isfinite(min(times)):
+        raise ThinwireError("no way ran to its end; what they printed is in the folder of the race")
+    way = ways[times.index(min(times))]
+    rest = [other for other in found.search.fastest if other is not way]
+    return replace(found, search=replace(found.search, fastest=(way, *rest)))
+
+
+def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name: str) -> list[float]:
+    """Seconds of a step of each way, raced in the lab; infinite for one that did not run to its end.
+
+    Prints predicted beside measured. name: of the race's folder, behind that of the plan. Raises ConfigError where the
+    lab can't be made, StoppedError after a signal.
     """
     from thinwire.compare.options import RaceConfig
     from thinwire.compare.run import race
     from thinwire.planner.written import training
     from thinwire.run.signals import StoppedError
 
-    ways = found.search.fastest[: config.verify]
     contestants = [contestant(number, way, found) for number, way in enumerate(ways, 1)]
     out = Path(config.out)
     asked = RaceConfig(
         lab=str(lab_of(found.machine)), rounds=ROUNDS, no_bound=True, overwrite=True,
-        out=str(out.with_name(f"{out.stem}-verify")),
+        out=str(out.with_name(f"{out.stem}-{name}")),
     )  # fmt: skip
     shared = replace(
         training(config, found, out.with_suffix(".json")), steps=STEPS, eval_sequences=0, checkpoint_every=0,
@@ -74,16 +97,7 @@ def verified(config: PlanConfig, found: TrainingPlan) -> TrainingPlan:
         raise StoppedError(signal.Signals[result.stopped])
     measured = {row.name: row.mean.step_s for row in result.contestants}
     show(contestants, ways, result)
-    times = [measured.get(one.name) or math.inf for one in contestants]
-    if not math.isfinite(min(times)):
-        raise ThinwireError(f"no way ran to its end; what they printed is in {asked.out}")
-    fastest = times.index(min(times))
-    regret = times[0] / times[fastest]
-    print(
-        f"the fastest measured is {contestants[fastest].name}; the fastest predicted takes {regret:.2f} times as long"
-    )
-    rest = [way for way in found.search.fastest if way is not ways[fastest]]
-    return replace(found, search=replace(found.search, fastest=(ways[fastest], *rest)))
+    return [measured.get(one.name) or math.inf for one in contestants]
 
 
 def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:

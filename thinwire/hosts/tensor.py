@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
+from thinwire.hosts.draws import OwnDraws
 from thinwire.optim import DionOptimizer, MatrixOptimizer, Muon
 from thinwire.optim.dion import FACTOR, basis_of
 from thinwire.optim.muon import orthogonalised
@@ -68,6 +69,14 @@ class TensorAxis:
         """Whether this rank counts its part. If all ranks of the axis hold a parameter whole, the first counts it."""
         cut = self.cuts.get(name)
         return self.rank == 0 or (cut is not None and cut.dim is not None)
+
+    @property
+    def matrices(self) -> dict[nn.Module, int | None]:
+        """The dimension along which the weight of each nn.Linear is cut."""
+        found = (
+            (module, names.get("weight")) for module, names in self.places.items() if isinstance(module, nn.Linear)
+        )
+        return {module: self.cuts[name].dim for module, name in found if name is not None}
 
     def local_names(self) -> list[str]:
         """Names of the parameters that are cut over the axis."""
@@ -237,6 +246,7 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
     for module in axis.places:
         module.register_forward_pre_hook(lambda module, *_: axis.show_whole(module))
         module.register_forward_hook(lambda module, *_: axis.show_local(module), always_call=True)
+    OwnDraws(axis.rank).draw_apart(model, axis.matrices)
     return axis
 
 

@@ -50,7 +50,7 @@ from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
-from thinwire.run.config import FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
+from thinwire.run.config import AUTO, FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
 from thinwire.run.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
 from thinwire.run.optimizer import name_of
 from thinwire.run.residency import resolved
@@ -97,6 +97,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             check_axes(model, config.mesh_shape.sizes)
         if config.mesh_shape.tensor > 1:
             check_tensor(config, model)
+        if config.tensor == AUTO and not config.chooses_stages:
+            raise ConfigError(f"--tensor {AUTO} is found beside the stages; nearest: --stages {AUTO} --tensor {AUTO}")
         if config.is_planned_late:
             check_planned_late(config, model)
         elif run is not None and not wrong_numbers and config.chooses_stages:
@@ -176,8 +178,10 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
 def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None:
     """Raise ConfigError, with all reasons, if the run can't choose its stages."""
     problems, what, stated = Problems(), f"--stages {config.stages}", "--stages 2"
-    if config.mesh is not None or run.sequence is not None or (config.tensor or 1) > 1:
-        problems.messages.append(f"{what} finds the mesh: leave --mesh, --tensor and --sequence.parallel out")
+    if config.mesh is not None or run.sequence is not None or config.mesh_shape.tensor > 1:
+        problems.messages.append(
+            f"{what} finds the mesh: leave --mesh, --tensor and --sequence.parallel out; or --tensor {AUTO}"
+        )
     if run.has_islands:
         problems.messages.append(f"{what}: stages beside islands are not supported; nearest: --strategy sdp4bit")
     if type(model) is not Llama:
@@ -193,7 +197,7 @@ def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None
 def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
     """Raise ConfigError, with all reasons, if the run can't choose its strategy."""
     problems, what, stated = Problems(), f"--strategy {config.strategy}", "--strategy sdp4bit"
-    if config.mesh is not None or config.order or max(config.sequence or 1, config.tensor or 1) > 1:
+    if config.mesh is not None or config.order or max(config.sequence or 1, config.mesh_shape.tensor) > 1:
         problems.messages.append(
             f"{what} finds mesh and order: leave --mesh, --tensor, --order and --sequence.parallel out"
         )

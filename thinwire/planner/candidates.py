@@ -27,6 +27,7 @@ class Candidate:
         replicas: number of ranks that share the work of each stage by `strategy`.
         micro_batch: number of its sequences.
         num_micro_batches: of one pipeline in a step.
+        tensor: ranks over which the matrices of each replica are cut.
     """
 
     strategy: str
@@ -35,6 +36,7 @@ class Candidate:
     micro_batch: int
     num_micro_batches: int
     pipeline: Pipeline
+    tensor: int = 1
 
     @property
     def borders(self) -> str:
@@ -51,18 +53,19 @@ class Candidate:
     def flags(self) -> str:
         """The flags for `thinwire train`."""
         table = [f"--pipeline.{name} {value}" for name, value in self.options.items() if value != "never"]
-        stages = [f"--stages {self.stages}"] if self.stages > 1 else []
-        return " ".join([*stages, f"--micro-batch {self.micro_batch}", f"--strategy {self.strategy}", *table])
+        axes = {"stages": self.stages, "tensor": self.tensor}
+        cut = [f"--{axis} {ranks}" for axis, ranks in axes.items() if ranks > 1]
+        return " ".join([*cut, f"--micro-batch {self.micro_batch}", f"--strategy {self.strategy}", *table])
 
 
 def candidates(
     num_ranks: int, num_layers: int, num_sequences: int, strategies: Sequence[str], stated: Mapping[str, Any],
-    largest: int = LARGEST_MICRO_BATCH,
+    largest: int = LARGEST_MICRO_BATCH, tensors: Sequence[int] = (1,),
 ) -> Iterator[Candidate]:  # fmt: skip
     """All ways to train `num_sequences` in a step, sorted so that those that change less of the training come first.
 
-    stated: options of the pipeline that are fixed. largest: largest micro-batch. With one rank per stage no method
-    sends anything, and the first strategy stands for all.
+    stated: options of the pipeline that are fixed. largest: largest micro-batch. tensors: numbers of ranks over which
+    matrices may be cut. If a stage has no replicas, no method sends anything, and the first strategy stands for all.
     """
     default = (Pipeline.forward, Pipeline.backward)
     codecs = [(FP32, FP32), default]
@@ -71,9 +74,9 @@ def candidates(
     if "forward" in stated or "backward" in stated:
         codecs = [(stated.get("forward", default[0]), stated.get("backward", default[1]))]
     rest = {name: value for name, value in stated.items() if name not in (*free, "forward", "backward")}
-    for stages in (n for n in range(1, min(num_ranks, num_layers) + 1) if num_ranks % n == 0):
-        replicas = num_ranks // stages
-        if num_sequences % replicas:
+    for stages, tensor in product(range(1, min(num_ranks, num_layers) + 1), tensors):
+        replicas, rest_of_ranks = divmod(num_ranks, stages * tensor)
+        if rest_of_ranks or num_sequences % replicas:
             continue
         each = num_sequences // replicas
         sizes = [size for size in range(1, min(each, largest) + 1) if each % size == 0]
@@ -89,4 +92,4 @@ def candidates(
             # What an order or a cut can't take is no candidate.
             with suppress(ConfigError):
                 pipeline = Pipeline(**(rest if stages > 1 else {}), **options)
-                yield Candidate(name, stages, replicas, size, each // size, pipeline)
+                yield Candidate(name, stages, replicas, size, each // size, pipeline, tensor)

@@ -44,7 +44,8 @@ def choose_stages(run: Run, device: Device, dtype: str | None) -> tuple[Run, lis
 
     And rows about it.
 
-    Stages, micro-batch, order, borders and recomputation are searched unless they are stated. The strategy stays.
+    Stages, tensor ranks with `--tensor auto`, micro-batch, order, borders and recomputation are searched unless they
+    are stated. The strategy stays.
     dtype: the compute type, if this rank knows it. A collective over the default group. Raises ConfigError on all ranks
     if nothing fits.
     """
@@ -83,16 +84,20 @@ def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> t
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     told = of_all_ranks((own, device.memory_bytes(num_local)), "how fast it is")
     topology = comm.topology
-    rate, local_rate = slowest_links(comm, config.timeout)
+    rate, local_rate, delay_s = slowest_links(comm, config.timeout)
     layer, ends = layer_and_ends(model.config, config.seq_len)
     # A backward computes twice what the forward does.
     operations = 3 * num_sequences * (TIMED_LAYERS * layer.operations + ends.operations)
     flops = operations / max(seconds for seconds, _ in told)
-    return Grid(topology.num_nodes, topology.local_size, flops, rate, local_rate), min(memory for _, memory in told)
+    grid = Grid(topology.num_nodes, topology.local_size, flops, rate, local_rate, delay_s)
+    return grid, min(memory for _, memory in told)
 
 
-def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, float | None]:
-    """Bytes per second of the slowest link between nodes and inside a node; None if there is none. Closes `comm`."""
+def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, float | None, float]:
+    """Bytes per second of the slowest link between nodes and inside a node; None if there is none. Closes `comm`.
+
+    Also the longest delay of a message inside a node, in seconds.
+    """
     box = Mailbox(None, comm.topology, timeout_s=timeout_s)
     network, topology, size = measured_links(comm, box), comm.topology, comm.world_size
     box.close()
@@ -100,7 +105,8 @@ def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, f
     ring = [((rank - 1) % size, rank) for rank in range(size) if size > 1]
     crossing = [network.rates[a][b] for a, b in ring if topology.node(a) != topology.node(b)]
     inside = [network.rates[a][b] for a, b in ring if topology.node(a) == topology.node(b)]
-    return min(crossing, default=None), min(inside, default=None)
+    delays = [network.delays_s[a][b] for a, b in ring if topology.node(a) == topology.node(b)]
+    return min(crossing, default=None), min(inside, default=None), max(delays, default=0.0)
 
 
 def choose_experts(run: Run) -> tuple[Run, list[Row]]:
@@ -159,21 +165,22 @@ def searched(config: TrainConfig, model: Llama, grid: Grid, memory_bytes: float)
     batch = derive(config, config.num_shares)
     asked = ExplainConfig(
         strategy=config.strategy, nodes=grid.nodes, local_size=grid.local_size, model=config.model,
-        tokenizer=config.tokenizer, stages=AUTO, seq_len=config.seq_len, micro_batches=batch.accumulation,
-        micro_batch=batch.micro_batch, memory_gb=memory_bytes / 1e9, tables=config.tables,
+        tokenizer=config.tokenizer, stages=AUTO, tensor=config.tensor, seq_len=config.seq_len,
+        micro_batches=batch.accumulation, micro_batch=batch.micro_batch, memory_gb=memory_bytes / 1e9,
+        tables=config.tables,
     )  # fmt: skip
     found, result = found_stages(model, asked, [config.strategy], grid, config.micro_batch)
-    values = {"stages": found.num_stages, "micro_batch": found.micro_batch, "tables": found.tables}
+    values = {
+        "stages": found.num_stages, "tensor": found.tensor, "micro_batch": found.micro_batch, "tables": found.tables,
+    }  # fmt: skip
     return values, rows_on(result, grid, memory_bytes)
 
 
 def rows_on(result: Search, grid: Grid, memory_bytes: float) -> list[Row]:
     """Rows about the choice, how much slower other numbers of stages are, and the measurements."""
-    best, others = result.fastest[0], []
-    for stages in sorted({priced.candidate.stages for priced in result.fastest} - {best.candidate.stages}):
-        other = next(priced for priced in result.fastest if priced.candidate.stages == stages)
-        others.append(f"{seconds_text(other.step_s)} with {stages}")
-    why = "; ".join([f"simulated: {seconds_text(best.step_s)} a step with {best.candidate.stages} stage(s)", *others])
+    (cut, best), *slower = result.fastest_of_cuts
+    others = [f"{seconds_text(other.step_s)} with {name}" for name, other in slower]
+    why = "; ".join([f"simulated: {seconds_text(best.step_s)} a step with {cut}", *others])
     rates: dict[str, Any] = {"between nodes": grid.rate, "inside a node": grid.local_rate}
     links = [f"links {where} {8 * rate / 1e6:,.0f} Mbit/s" for where, rate in rates.items() if rate is not None]
     tried = f"{len(result.fastest)} ways fit into {bytes_text(memory_bytes)} a rank"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,7 +33,7 @@ from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
 from thinwire.methods.sums import planned_with
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig
-from thinwire.models.tensor import cut_skeleton
+from thinwire.models.tensor import check_cut, cut_skeleton
 from thinwire.optim import SummingOptimizer
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
@@ -332,8 +333,12 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     shape = MeshShape({"data": num_ranks}) if config.mesh is None else MeshShape.parse(config.mesh)
     shape = with_splits(config, shape)
     stages = config.num_stages
-    if config.stages == AUTO and (config.mesh is not None or config.tensor not in (None, 1)):
-        raise ConfigError(f"--stages {AUTO} finds the mesh: leave --mesh and --tensor out")
+    if config.stages == AUTO and (config.mesh is not None or config.tensor not in (None, 1, AUTO)):
+        raise ConfigError(
+            f"--stages {AUTO} finds the mesh: leave --mesh and --tensor out; or --tensor {AUTO}, which is found too"
+        )
+    if config.tensor == AUTO and config.stages != AUTO:
+        raise ConfigError(f"--tensor {AUTO} is found beside the stages; nearest: --stages {AUTO} --tensor {AUTO}")
     if stages is not None and stages != shape.pipeline:
         if config.mesh is not None or num_ranks % stages:
             raise ConfigError(
@@ -341,7 +346,7 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
                 f"--nodes {stages} --local-size 1"
             )
         shape = MeshShape({"pipeline": stages, "data": num_ranks // stages})
-    tensor, left = config.tensor or 1, shape.sizes["data"]
+    tensor, left = config.tensor if isinstance(config.tensor, int) else 1, shape.sizes["data"]
     if tensor > 1 and tensor != shape.tensor:
         if config.mesh is not None or left % tensor:
             raise ConfigError(
@@ -372,8 +377,8 @@ def check_can_cut(model: nn.Module) -> Llama:
 def grid_of(config: ExplainConfig, rate: float | None, local_rate: float | None) -> Grid:
     """The machines; their speed is that of this process unless it is stated."""
     flops = matrix_flops(torch.float32, Device()) if config.gflops is None else config.gflops * 1e9
-    bytes_per_s = (None if each is None else each / 8 for each in (rate, local_rate))
-    return Grid(config.nodes, config.local_size, flops, *bytes_per_s)
+    own, inside = (None if each is None else each / 8 for each in (rate, local_rate))
+    return Grid(config.nodes, config.local_size, flops, own, inside)
 
 
 def found_stages(
@@ -385,26 +390,42 @@ def found_stages(
     """
 
     def planned(candidate: Candidate, stages: Stages, stage: int) -> MethodPlan:
-        own = replace(config, stages=str(candidate.stages), micro_batches=candidate.num_micro_batches)
+        own = replace(
+            config, stages=str(candidate.stages), tensor=candidate.tensor, micro_batches=candidate.num_micro_batches
+        )
+        if candidate.tensor > 1:
+            check_on_mesh(made[candidate.strategy])
         if candidate.stages > 1:
             check_inside(made[candidate.strategy], candidate.replicas)
         return plan_on(made[candidate.strategy], stages.parts[stage], model, own, mesh_of(own))
 
     made = {name: strategy_of(name, config) for name in names}
     num_sequences, stated = grid.num_ranks * config.passes * config.micro_batch, config.tables.get(PIPELINE, {})
-    listed = candidates(grid.num_ranks, len(model.model.layers), num_sequences, names, stated, largest)
+    tensors = tensor_sizes(model.config, grid.local_size) if config.tensor == AUTO else [1]
+    listed = candidates(grid.num_ranks, len(model.model.layers), num_sequences, names, stated, largest, tensors)
     memory = None if config.memory_gb is None else config.memory_gb * 1e9
     result = search(model, listed, planned, grid, config.seq_len, memory, config.loss)
     if not result.fastest:
         floor = f"the least is {bytes_text(result.too_large[0].memory_bytes)}" if result.too_large else "none can run"
         raise ConfigError(f"--memory-gb {config.memory_gb}: no way to train fits; {floor}", *result.refused)
     best = result.fastest[0].candidate
+    tensor = best.tensor if best.tensor > 1 else None
     tables = {**config.tables, PIPELINE: {**stated, **best.options}} if best.stages > 1 else config.tables
     chosen_one = replace(
-        config, stages=str(best.stages), strategy=best.strategy, tables=tables, micro_batch=best.micro_batch,
-        micro_batches=best.num_micro_batches,
+        config, stages=str(best.stages), tensor=tensor, strategy=best.strategy, tables=tables,
+        micro_batch=best.micro_batch, micro_batches=best.num_micro_batches,
     )  # fmt: skip
     return chosen_one, result
+
+
+def tensor_sizes(config: LlamaConfig, local_size: int) -> list[int]:
+    """The numbers of ranks over which a model's matrices can be cut inside of a machine."""
+    found = []
+    for size in (size for size in range(1, local_size + 1) if local_size % size == 0):
+        with suppress(ConfigError):
+            check_cut(config, size)
+            found.append(size)
+    return found
 
 
 def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Grid) -> Iterator[tuple[str, str, str]]:

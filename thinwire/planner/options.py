@@ -44,8 +44,8 @@ class ExplainConfig:
     """Axes of the ranks, such as data=2,tensor=2, as for `thinwire train`; by default all ranks are the data axis."""
     stages: str | None = None
     """Stages of a pipeline, as for `thinwire train`, or auto: those of the fastest way to train that is found."""
-    tensor: int | None = None
-    """Ranks over which the matrices of each layer are cut, as for `thinwire train`."""
+    tensor: int | Literal["auto"] | None = None
+    """Ranks over which the matrices of each layer are cut, as for `thinwire train`, or auto, beside --stages auto."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json; it sets the size of the vocabulary."""
     seq_len: int = 256
@@ -111,7 +111,7 @@ def range_errors(config: ExplainConfig) -> Iterator[str]:
     """One message for each number that is out of its range."""
     for name, (lowest, highest) in LIMITS.items():
         value = getattr(config, name)
-        if value is not None and not lowest <= value <= highest:
+        if value not in (None, AUTO) and not lowest <= value <= highest:
             close = highest if value > highest else lowest
             yield f"{flag(name)} {value:,}: must be from {lowest} to {highest:,}; nearest: {close:,}"
     stages = config.stages

@@ -54,6 +54,20 @@ class PlanConfig:
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TuneConfig(PlanConfig):
+    """Measure some ways to train in the lab, correct the prediction of the others by what these take, and measure on.
+
+    Options are those of `thinwire plan`; the fastest way that was measured is written. Says what the seconds hang on.
+    """
+
+    verify: int = 3
+    """Ways in one race. The first are those that are predicted to be the fastest; after each race the most promising
+    of all others by the corrected prediction."""
+    trials: int = 9
+    """Ways that are measured in all."""
+
+
 def plan_line() -> CommandLine:
     """The flags of `thinwire plan`, and a prefix such as --pipeline. for each table."""
     return CommandLine(
@@ -66,6 +80,20 @@ def read_plan_line(args: Sequence[str], problems: Problems) -> PlanConfig:
     stated = plan_line().read(args, problems)
     own = stated.pop("")
     return PlanConfig(**own, tables={name: values for name, values in stated.items() if values})
+
+
+def tune_line() -> CommandLine:
+    """The flags of `thinwire tune`."""
+    return CommandLine(
+        "thinwire tune", TuneConfig, tables=option_tables, presets=dict.fromkeys(("llama", "moe"), "the preset's")
+    )
+
+
+def read_tune_line(args: Sequence[str], problems: Problems) -> TuneConfig:
+    """As `read_plan_line`."""
+    stated = tune_line().read(args, problems)
+    own = stated.pop("")
+    return TuneConfig(**own, tables={name: values for name, values in stated.items() if values})
 
 
 def read_bytes(text: str) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 from thinwire.errors import ConfigError
 from thinwire.methods.interface import MethodPlan
+from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama
+from thinwire.models.tensor import cut_skeleton
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.stages import Grid, Stages, stages_of
 
@@ -51,21 +54,40 @@ class Search:
     too_large: tuple[Priced, ...]
     refused: dict[str, list[Candidate]]
 
+    @property
+    def fastest_of_cuts(self) -> list[tuple[str, Priced]]:
+        """The fastest of each number of stages and tensor ranks, fastest first, and what to call these."""
+        found: dict[tuple[int, int], Priced] = {}
+        for priced in self.fastest:
+            found.setdefault((priced.candidate.stages, priced.candidate.tensor), priced)
+        tensor = {at: f" x {at[1]} tensor ranks" if at[1] > 1 else "" for at in found}
+        return [(f"{at[0]} stage(s){tensor[at]}", priced) for at, priced in found.items()]
+
 
 def search(
     model: Llama, found: Iterable[Candidate], planned: Planned, grid: Grid, seq_len: int,
     memory_bytes: float | None = None, loss: str = "auto",
 ) -> Search:  # fmt: skip
-    """Price candidates, and rank those whose fullest stage fits a rank's memory.
+    """Price candidates, and rank those whose fullest stage fits a rank's memory. The model has no memory.
 
     A candidate that recomputes is priced only if the same one without recomputation does not fit.
     """
-    simulated = cache(
-        lambda pipeline, stages, num, size: stages_of(model, pipeline, stages, num, size, seq_len, grid, loss)
-    )
+
+    @cache
+    def cut(tensor: int) -> Llama:
+        if tensor == 1:
+            return model
+        own = copy.deepcopy(model)
+        cut_skeleton(own, tensor)
+        return own
+
+    @cache
+    def simulated(pipeline: Pipeline, stages: int, tensor: int, num: int, size: int) -> Stages:
+        return stages_of(cut(tensor), pipeline, stages, num, size, seq_len, grid, loss, tensor)
 
     def priced(way: Candidate) -> Priced:
-        return price(way, simulated(way.pipeline, way.stages, way.num_micro_batches, way.micro_batch), planned, grid)
+        sizes = way.stages, way.tensor, way.num_micro_batches, way.micro_batch
+        return price(way, simulated(way.pipeline, *sizes), planned, grid)
 
     return ranked(found, priced, memory_bytes)
 

@@ -31,7 +31,8 @@ class Grid:
     """Machines of local_size ranks each, and their rates.
 
     flops: floating-point operations per second of one rank. rate: bytes per second on one node's link, which its ranks
-    share. local_rate: on one rank's link inside its node. None: the link takes no time.
+    share. local_rate: on one rank's link inside its node. None: the link takes no time. local_delay_s: of a
+    message inside a node.
     """
 
     nodes: int
@@ -39,6 +40,7 @@ class Grid:
     flops: float
     rate: float | None = None
     local_rate: float | None = None
+    local_delay_s: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -56,6 +58,10 @@ class Grid:
         local = self.local_rate or float("inf")
         rates = tuple(tuple(local if a == b else share for b in nodes) for a in nodes)
         return Network(nodes, rates, ((0.0,) * stages,) * stages)
+
+    def sum_s(self, num_bytes: float, tensor: int) -> float:
+        """Seconds of a sum over the ranks of a tensor axis, which are neighbours on one node, along a ring."""
+        return 2 * (tensor - 1) * (num_bytes / tensor / (self.local_rate or float("inf")) + self.local_delay_s)
 
     def cores(self, stages: int) -> Cores | None:
         """The cores shared by the ranks of one pipeline; None: each rank has its own."""
@@ -137,13 +143,16 @@ def stages_of(
 ) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
 
-    loss: as for `thinwire train`. tensor: ranks over which the model's matrices are already cut; their messages take no
-    time here. Raises ConfigError for stages, layers and micro-batches that do not fit each other.
+    loss: as for `thinwire train`. tensor: ranks over which the model's matrices are already cut, and which sum their
+    results twice in each layer's forward and twice in its backward. Raises ConfigError for stages, layers and
+    micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers))
     parts, sizes = cut_parts(model, options, stages)
     even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss, tensor)
-    costs, links, cores = grid.costs(even, options, stages), grid.links(stages), grid.cores(stages)
+    sum_s = grid.sum_s(4.0 * batch * seq_len * model.config.hidden_size, tensor)
+    costs = grid.costs(with_sums(even, sizes, sum_s), options, stages)
+    links, cores = grid.links(stages), grid.cores(stages)
     num = min(num_micro_batches, LONGEST)
     plan = options.plan_of(stages, num, costs, links)
     timeline = simulate(plan, costs, links, cores)
@@ -156,6 +165,15 @@ def stages_of(
     is_sent = head is embedding and home[-1] != home[0] and options.head != SPREAD
     tied_bytes = -(-head.nbytes // tensor) if is_sent else 0
     return Stages(options, tuple(parts), sizes, timeline, in_flight(plan), num_micro_batches, more_s, tied_bytes)
+
+
+def with_sums(costs: Costs, sizes: Sequence[int], sum_s: float) -> Costs:
+    """The costs where each layer waits for so many seconds twice in its forward, and twice for its input's gradient."""
+    forward_s, input_s = (
+        tuple(own + 2 * num * sum_s for own, num in zip(seconds, sizes, strict=True))
+        for seconds in (costs.forward_s, costs.input_s)
+    )
+    return replace(costs, forward_s=forward_s, input_s=input_s)
 
 
 def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.ModuleDict], tuple[int, ...]]:

@@ -144,7 +144,7 @@ def ranking(found: Search) -> Table:
     """A table of the fastest ways to train, best first."""
     title = f"ways to train, fastest first: {len(found.fastest)} fit"
     table = Table("a step", title=title, title_justify="left")
-    for head in ("memory", "idle", "on the link", "stages x replicas", "micro-batches", "strategy"):
+    for head in ("memory", "idle", "on the link", "stages x replicas x tensor", "micro-batches", "strategy"):
         table.add_column(head, justify="right")
     for head in ("plan", "borders", "recompute"):
         table.add_column(head)
@@ -152,7 +152,7 @@ def ranking(found: Search) -> Table:
         way = priced.candidate
         table.add_row(
             seconds_text(priced.step_s), bytes_text(priced.memory_bytes), percent_text(priced.bubble),
-            seconds_text(priced.link_s), f"{way.stages} x {way.replicas}",
+            seconds_text(priced.link_s), f"{way.stages} x {way.replicas} x {way.tensor}",
             f"{way.num_micro_batches} of {way.micro_batch}", way.strategy,
             *((way.pipeline.plan, way.borders, way.pipeline.recompute) if way.stages > 1 else ("", "", "")),
         )  # fmt: skip
@@ -163,11 +163,10 @@ def reasons_of(found: Search) -> Iterator[str]:
     """Why the first candidate was chosen, and what is not in the table."""
     best = found.fastest[0]
     yield f"Fastest, by the simulation: {best.candidate.flags}"
-    for stages in sorted({priced.candidate.stages for priced in found.fastest} - {best.candidate.stages}):
-        other = next(priced for priced in found.fastest if priced.candidate.stages == stages)
+    for cut, other in found.fastest_of_cuts[1:]:
         ratio = other.step_s / best.step_s
         yield (
-            f"With {stages} stage(s) a step takes {ratio:.2f} times as long, {seconds_text(other.step_s)}: "
+            f"With {cut} a step takes {ratio:.2f} times as long, {seconds_text(other.step_s)}: "
             f"messages need {seconds_text(other.link_s)} of the busiest link, in place of {seconds_text(best.link_s)}."
         )
     if found.too_large:

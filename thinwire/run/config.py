@@ -40,9 +40,9 @@ class TrainConfig:
     """Cut the model's layers over this many ranks, through which micro-batches pass: short for --mesh pipeline=N. The
     other ranks are replicas of the stages, by --strategy. auto: the ranks measure themselves and their links, and take
     the number with the fastest simulated step."""
-    tensor: int | None = None
+    tensor: int | Literal["auto"] | None = None
     """Cut the matrices of each layer over this many ranks of one machine: short for --mesh tensor=N. Beside --stages
-    each stage is cut so."""
+    each stage is cut so. auto: found beside --stages auto."""
     strategy: str = "sdp4bit"
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all. auto: the ranks
     measure themselves and their links, and take what has the fastest simulated step, pipelines included."""
@@ -243,7 +243,7 @@ class TrainConfig:
             "pipeline": ("--stages", None if isinstance(self.stages, str) else self.stages),
             "sequence": ("--sequence.parallel", self.sequence),
             "expert": ("--experts.parallel", self.experts),
-            "tensor": ("--tensor", self.tensor),
+            "tensor": ("--tensor", None if isinstance(self.tensor, str) else self.tensor),
         }
 
     @property

@@ -123,20 +123,22 @@ class Engine:
             corpus.train, seq_len=config.seq_len, micro_batch=self.batch.micro_batch,
             accumulation=self.batch.accumulation, rank=self.share, world_size=self.num_shares, seed=config.seed,
         )  # fmt: skip
-        torch.manual_seed(derive_seed(config.seed, self.share, *self._place_in_sequence) >> 1)
+        torch.manual_seed(derive_seed(config.seed, self.share, *self._place_in_share) >> 1)
         self._forward_s = 0.0
         if self.distillation is not None and self.distillation.weight is None:
             self.distillation.weight = self._even_weight(self.distillation)
 
     @property
-    def _place_in_sequence(self) -> tuple[int, ...]:
-        """A number that makes random states differ between the ranks of a sequence, whose tokens differ."""
-        ranks = self.config.mesh_shape.sequence
+    def _place_in_share(self) -> tuple[int, ...]:
+        """Numbers that make random states differ between ranks with the same data, whose tokens or layers differ."""
+        ranks, pipeline = self.config.mesh_shape.sequence, self.stage.pipeline
+        if pipeline is not None and pipeline.num_stages > 1:
+            return (pipeline.number,)
         return (self.place.rank % ranks,) if ranks > 1 else ()
 
     def seed_after(self, step: int) -> int:
         """The seed for the random generators of a rank without a saved state of its own."""
-        return derive_seed(self.config.seed, self.share, step, *self._place_in_sequence) >> 1
+        return derive_seed(self.config.seed, self.share, step, *self._place_in_share) >> 1
 
     def forward_backward(self) -> float:
         """Run the next batches through the model.

@@ -495,7 +495,7 @@ class Trainer:
         return row
 
     def _restore_random_state(self, source: Source, step: int, before: int, *, has_own: bool) -> list[Row]:
-        """Restore this rank's random state and the buffers; with another number of ranks, seed anew.
+        """Restore this rank's random state and the buffers; with another number of ranks, or another mesh, seed anew.
 
         before: number of islands that saved. has_own: whether this island was one of them. Returns rows about a GPU's
         state.
@@ -506,12 +506,16 @@ class Trainer:
         own = source.own("trainer", rank=None if is_same_world else 0)
         for name, tensor in self.engine.buffers.items():
             tensor.copy_(own["buffers"][name])
-        if is_same_world:
+        # Ranks of a tensor axis must draw alike, and other axes have other neighbours.
+        meshes = [about.get("mesh", "data alone") for about in (source.manifest.about, self._about)]
+        if is_same_world and meshes[0] == meshes[1]:
             torch.set_rng_state(own["rng"])
             return self._restore_device_random_state(own, step)
         torch.manual_seed(self.engine.seed_after(step))
         ranks = f"{source.world_size} ranks had them and there are {place.world_size}"
-        if max(before, count) > 1:
+        if is_same_world:
+            ranks = f"a mesh of {meshes[0]} had them and this is {meshes[1]}"
+        elif max(before, count) > 1:
             ranks = f"{before} x {source.world_size} ranks had them and there are {count} x {place.world_size}"
         source.note("random states", "dropped", f"{ranks}: seeded anew from --seed, rank and step")
         source.note("data position", "carried", "counted in sequences over all ranks")

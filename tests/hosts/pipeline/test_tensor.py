@@ -19,6 +19,7 @@ from thinwire.hosts.pipeline.stage import PipelineStage, take_part
 from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.hosts.tensor import TensorAxis, cut_parameters
 from thinwire.methods.pipeline import token_shares
+from thinwire.models.llama import MLP
 from thinwire.models.tensor import COLUMNS, cut_over, cuts_of
 from thinwire.state.replicas import digest
 
@@ -50,10 +51,38 @@ class Alone(AgreeingOptimizer):
         pass
 
 
+class Dropping(MLP):
+    """Drops features inside of its cut matrices, and behind them; notes the first numbers that it draws for each."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.dropped("inside", nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.dropped("behind", self.down_proj(inside))
+
+    def dropped(self, where: str, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            drawn = torch.rand(4).tolist()
+        if self.training and torch.is_grad_enabled():
+            self.__dict__.setdefault(where, []).append(drawn)
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+def dropped(recompute: str) -> Any:
+    """The gradients of a model with dropout, and what each of this stage's layers drew."""
+    whole: Any = model(torch.float64)
+    for layer in whole.model.layers:
+        layer.mlp.__class__ = Dropping
+    torch.manual_seed(5)
+    found = of_stages(whole, 2, {"plan": "gpipe", "recompute": recompute})[0]
+    return found, [(mlp.inside, mlp.behind) for mlp in whole.modules() if isinstance(mlp, Dropping)]
+
+
 def gradients(name: str) -> Any:
     num, options = GRADIENTS[name]
+    return of_stages(model(torch.float64), num, options)
+
+
+def of_stages(whole: Any, num: int, options: dict[str, Any]) -> Any:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pipeline", "data", "tensor"))
-    whole = model(torch.float64)
     cut_over(whole, mesh["tensor"])
     optimizer = adamw(whole)
     part = take_part(whole, optimizer, thinwire.Pipeline(**EXACT, **options), mesh["pipeline"])
@@ -72,7 +101,8 @@ def gradients(name: str) -> Any:
 
 
 def all_gradients(rank: int, world_size: int) -> Any:
-    return {name: gradients(name) for name in GRADIENTS}
+    found = {name: gradients(name) for name in GRADIENTS}
+    return found | {"dropped": [dropped(recompute) for recompute in ("never", "always")]}
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +134,22 @@ def test_gradients_are_those_of_one_process(name: str, of_four: list[dict[str, A
         assert loss_here == pytest.approx(loss.item(), rel=1e-6)
         assert (logits_here - logits).abs().max() <= 1e-12
         assert sum(sizes) == 4
+
+
+def test_dropout_is_alike_where_tensors_are_whole_and_each_rank_s_own_where_they_are_cut(
+    of_four: list[dict[str, Any]],
+) -> None:
+    told = [rank["dropped"] for rank in of_four]
+    # The same random numbers where a stage computes its activations again.
+    for (plain, _), (again, _) in told:
+        assert plain.keys() == again.keys() and all(torch.equal(plain[key], again[key]) for key in plain)
+    for (first, draws), (second, others) in ((told[0][0], told[1][0]), (told[2][0], told[3][0])):
+        assert len(draws) == len(others) == 2
+        for (inside, behind), (inside_there, behind_there) in zip(draws, others, strict=True):
+            assert behind == behind_there
+            assert not any(one == other for one, other in zip(inside, inside_there, strict=True))
+        for key in first:
+            assert key.removesuffix(".weight") in CUTS or torch.equal(first[key], second[key]), key
 
 
 def adamw_with_eps(whole: nn.Module) -> torch.optim.Optimizer:

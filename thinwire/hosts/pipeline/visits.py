@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import _compat
+from thinwire.hosts.draws import RandomState, random_state, set_random_state
 
 
 class VisitState:
@@ -33,7 +34,7 @@ class VisitState:
         if self.input is not None and self.input.is_floating_point():
             self.input.requires_grad_()
         if self.recomputed:
-            self._random = _random_state()
+            self._random = random_state()
             with torch.no_grad():
                 return self.chunk(self.input, self.micro_batch)
         return self._with_graph()
@@ -102,16 +103,11 @@ def _as_tensor(gradient: Tensor | float, output: Tensor) -> Tensor:
     return gradient if isinstance(gradient, Tensor) else torch.full_like(output, gradient)
 
 
-def _random_state() -> tuple[Tensor, Tensor | None]:
-    is_cuda = torch.cuda.is_initialized()
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if is_cuda else None
-
-
 @contextmanager
-def _replayed(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    cpu, cuda = state
-    with torch.random.fork_rng([torch.cuda.current_device()] if cuda is not None else []):
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+def _replayed(state: RandomState) -> Iterator[None]:
+    now = random_state()
+    set_random_state(state)
+    try:
         yield
+    finally:
+        set_random_state(now)

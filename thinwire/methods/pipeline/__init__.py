@@ -1,5 +1,6 @@
 """Pipelines as data: which rank computes which layers for which micro-batch, and in which order."""
 
+from thinwire.methods.pipeline.carried import Carried, there_and_back
 from thinwire.methods.pipeline.check import Limits, check, in_flight
 from thinwire.methods.pipeline.cut import Chunk, Cut, cut, token_shares
 from thinwire.methods.pipeline.fitted import fitted
@@ -12,6 +13,7 @@ from thinwire.methods.pipeline.simulate import Costs, PipelineTimeline, simulate
 __all__ = [
     "ORDERS",
     "Action",
+    "Carried",
     "Chunk",
     "Costs",
     "Cut",
@@ -26,5 +28,6 @@ __all__ = [
     "plan",
     "recompute",
     "simulate",
+    "there_and_back",
     "token_shares",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -106,23 +108,25 @@ def test_a_step_goes_along_the_inverse_of_the_last_gradients(loads: bool) -> Non
 
 
 def test_a_sum_is_made_again_bit_for_bit() -> None:
-    """Behind a load, and behind a copy of the state that went on elsewhere, the bits are those of one run."""
-    one, two = Vectors(), Vectors()
-    first, second = made(one), made(two)
+    """Behind a load, and in a copy that went on elsewhere, the bits are those of one run."""
+    models = [Vectors()]
+    optimizers = [made(models[0])]
     for step in range(7):
-        one.give(step)
-        first.step()
-    state = first.state_dict()
-    copy = {name: param.detach().clone() for name, param in one.named_parameters()}
-    state = {**state, "state": {key: {k: torch.clone(v) if isinstance(v, Tensor) else v for k, v in value.items()}
-                                for key, value in state["state"].items()}}  # fmt: skip
-    two.load_state_dict(copy)
-    second.load_state_dict(state)
+        models[0].give(step)
+        optimizers[0].step()
+    # Torch's load_state_dict takes the tensors that it is given.
+    state = copy.deepcopy(optimizers[0].state_dict())
+    models.append(copy.deepcopy(models[0]))
+    optimizers.append(made(models[1]))
+    optimizers[1].load_state_dict(state)
+    models_of_copy = pickle.loads(pickle.dumps((models[0], optimizers[0])))
+    models.append(models_of_copy[0])
+    optimizers.append(models_of_copy[1])
     for step in range(7, STEPS):
-        for model, optimizer in ((one, first), (two, second)):
+        for model, optimizer in zip(models, optimizers, strict=True):
             model.give(step)
             optimizer.step()
-        assert torch.equal(one.moved(), two.moved()) and torch.equal(first._gram, second._gram)
+            assert torch.equal(model.moved(), models[0].moved()) and torch.equal(optimizer._gram, optimizers[0]._gram)
 
 
 def test_it_needs_fewer_steps_than_gradient_descent_on_an_ill_conditioned_problem() -> None:

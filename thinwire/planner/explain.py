@@ -55,7 +55,7 @@ MORE_PASSES = "it takes so many forwards and backwards of each micro-batch"
 NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 ADAMW = "adamw"
 # Optimizers whose state and messages are counted.
-COUNTED = (ADAMW, "muon", "dion", "apollo", "apollo-mini")
+COUNTED = (ADAMW, "muon", "dion", "apollo", "apollo-mini", "mfac")
 # Strategies among which --stages auto looks unless others are named.
 SEARCHED = ("zero", "sdp4bit")
 

@@ -18,7 +18,7 @@ from thinwire.layout.layers import layers_of
 from thinwire.methods.memory.sampling import chosen, num_kept
 
 
-class Kept(NamedTuple):
+class KeptRows(NamedTuple):
     """What is kept of an input: its rows [k, features], each times what it counts, and their numbers, int64 [k]."""
 
     source: weakref.ref[Tensor]
@@ -44,7 +44,7 @@ class RowSampler:
         self.seed: Callable[[], int] = lambda: 0
         self._number = 0
         self._step: int | None = None
-        self._last: Kept | None = None
+        self._last: KeptRows | None = None
         self._mask: Tensor | None = None
         names = {module: name for name, module in model.named_modules()}
         linears = {each for layer in layers_of(model) for each in layer.modules() if isinstance(each, nn.Linear)}
@@ -69,14 +69,14 @@ class RowSampler:
             kept = self._last = self._keep(name, x.detach(), weakref.ref(x))
         return SampledLinear.apply(x, linear.weight, linear.bias, kept.rows, kept.places)
 
-    def _keep(self, name: str, x: Tensor, source: weakref.ref[Tensor]) -> Kept:
+    def _keep(self, name: str, x: Tensor, source: weakref.ref[Tensor]) -> KeptRows:
         rows = x.flatten(0, -2)
         counts = self._mask if self._mask is not None and len(self._mask) == len(rows) else None
         num = num_kept(self.ratio, len(rows) if counts is None else max(1, int(counts.count_nonzero())))
         weights = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
         weights = weights if counts is None else weights * (counts != 0)
         index, scales = chosen(weights, num, derive_seed(named_seed(self.seed(), name), self._number))
-        return Kept(source, x._version, rows[index] * scales.to(x.dtype).unsqueeze(1), index)
+        return KeptRows(source, x._version, rows[index] * scales.to(x.dtype).unsqueeze(1), index)
 
 
 class SampledLinear(torch.autograd.Function):

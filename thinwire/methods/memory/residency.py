@@ -67,11 +67,9 @@ class Residency:
     """Codec of the optimizer's moments on the disk: fp32, or integers rounded at random, such as int8/64; of second
     moments their square roots. Masters stay fp32."""
     activations: str = "auto"
-    """What a forward keeps for its backward: keep: everything.
-
-    recompute: only each layer's input, and the rest is computed
-    again; sample:0.3: that share of the rows of what linear layers are given, by which the gradient of weights is
-    estimated without bias; auto: in `thinwire train`, recompute if the budget needs it."""
+    """What a forward keeps for its backward: keep: everything; recompute: only each layer's input, and the rest is
+    computed again; sample:0.3: that share of the rows of what linear layers are given, by which the gradient of weights
+    is estimated without bias; auto: in `thinwire train`, recompute if the budget needs it."""
     sub_group: int | None = None
     """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget."""
     disk_rate: str | None = None

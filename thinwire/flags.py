@@ -17,11 +17,11 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from thinwire.errors import Problems, nearest, type_name
 
-# What a flag has that was not stated.
+# The value of a flag that was not stated.
 UNSET: Any = ...
 
 
-# How a truth is written in TOML, and behind a flag.
+# How a boolean is written in TOML, and after a flag.
 TRUTHS = ("true", "false")
 
 

@@ -85,7 +85,7 @@ def parts(net: nn.Module) -> list[Tensor]:
 
 
 def follow(net: Any, kind: str, rank: int) -> list[Tensor]:
-    """Steps of a loop that accumulates both ways, and leaves a part out; this rank's weights after each, and the norms that are clipped."""
+    """Steps of a loop that accumulates both ways, and leaves a part out; its weights and clipped norms."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
     weights: list[Tensor] = []
     for step in range(4):

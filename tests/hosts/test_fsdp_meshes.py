@@ -85,7 +85,7 @@ def parts(net: nn.Module) -> list[Tensor]:
 
 
 def follow(net: Any, kind: str, rank: int) -> list[Tensor]:
-    """Steps of a loop that accumulates both ways, and leaves a part out; this rank's weights after each."""
+    """Steps of a loop that accumulates both ways, and leaves a part out; its weights and clipped norms."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-4)
     weights: list[Tensor] = []
     for step in range(4):
@@ -102,7 +102,8 @@ def follow(net: Any, kind: str, rank: int) -> list[Tensor]:
             net.set_requires_all_reduce(True)
         net(inputs(kind, step, rank), use_side=step != 1).backward()
         if kind == "hsdp":
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            norm: Any = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            weights.append(norm.full_tensor())
         optimizer.step()
         optimizer.zero_grad()
         weights += [part.clone() for part in parts(net)]

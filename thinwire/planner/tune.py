@@ -104,7 +104,10 @@ def importance(trials: Sequence[Trial]) -> dict[str, float]:
 
     rises: dict[str, float] = {}
     for name in knobs[0]:
-        turned = [[{**row, name: knobs[at][name]} for at, row in enumerate(knobs)] for by in range(1, len(knobs))]
+        turned = [
+            [{**row, name: knobs[(at + by) % len(knobs)][name]} for at, row in enumerate(knobs)]
+            for by in range(1, len(knobs))
+        ]
         rises[name] = max(0.0, float(np.mean([error(rows) for rows in turned])) - error(knobs)) if turned else 0.0
     total = sum(rises.values()) or 1.0
     return {name: rise / total for name, rise in sorted(rises.items(), key=lambda pair: -pair[1])}

@@ -121,7 +121,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         ),
         (
             ["train", "--workers", "2", "--stages", "2", "--pipeline.plan", "foo", "--pipeline.forward", "int9"],
-            ["plan 'foo' is unknown", "forward 'int9' of Pipeline: no codec"],
+            ["plan 'foo' is unknown", "forward 'int9' of Pipeline: integer bits 9"],
         ),
         (["train", "--strategy", "sdp4", "--inner", "dpd"], ["--inner dpd: no such", "--strategy sdp4: no such"]),
         (["train", "--dgc.density", "2", "--dgc.momentum", "1"], ["density 2.0 ", "momentum 1.0 of dgc"]),

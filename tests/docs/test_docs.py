@@ -22,6 +22,7 @@ from thinwire.codecs.table import all_rows
 from thinwire.compare import RaceConfig
 from thinwire.compare.contestants import read_contestants
 from thinwire.compare.options import read_race
+from thinwire.compare.plan import shared_config
 from thinwire.completion import SHELLS
 from thinwire.convert import ExportConfig, GenerateConfig, ImportConfig
 from thinwire.convert.options import read as read_conversion
@@ -149,8 +150,7 @@ def understand_compare(args: list[str]) -> None:
         return
     problems = Problems()
     race, train = read_race([arg for arg in args if arg != "CONFIG.toml"], problems)
-    read_contestants(race.strategies, problems, train)
-    LabSpec.from_text(race.lab)
+    read_contestants(race.strategies, problems, shared_config(train, LabSpec.from_text(race.lab)))
     assert not problems.messages
 
 

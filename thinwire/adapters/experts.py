@@ -64,8 +64,8 @@ class TransformersExperts:
         has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
         return ExpertWire(
             comm, ExpertPlacement(experts.num_experts * ranks, ranks), range(ranks), options.codec("dispatch"),
-            options.codec("combine"), options.codec("gradients"), seed=self._seed, num_chunks=options.chunks,
-            hops=[Rooms() for _ in range(options.chunks)] if has_hops else (),
+            options.codec("combine"), options.codec("gradients"), seed=self._seed, num_chunks=options.num_chunks,
+            hops=[Rooms() for _ in range(options.num_chunks)] if has_hops else (),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -119,6 +119,7 @@ def register_experts(
     if missing is not None:
         raise ConfigError(f"expert parallelism of transformers needs transformers 5.23: {missing}")
     options = options or ExpertParallel()
+    options.check_stated()
     stated = {"parallel": options.parallel, "slices": options.slices, "move": options.move}
     for name, plain in (("parallel", 1), ("slices", 1), ("move", "tokens")):
         if stated[name] != plain:

@@ -78,6 +78,7 @@ def test_options_become_codecs_and_chunks() -> None:
         ({"parallel": 4}, "parallel 4 for transformers: ep_size says it; nearest: 1"),
         ({"parallel": 1, "move": "experts"}, "nearest: 'tokens'"),
         ({"route": "once"}, "nearest: '2dh'"),
+        ({"chunks": "auto"}, "thinwire train chooses it, a library states it; nearest: 1"),
     ],
 )
 def test_options_of_own_mixtures_are_refused(options: dict[str, Any], words: str) -> None:

@@ -225,6 +225,10 @@ class Stage:
         if self.experts is not None:
             self.experts.wire.num_drawn = source.common.get("expert_draws", 0)
 
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Take parameters of the whole model, by name, the same bits on all ranks, as ParallelOptimizer does."""
+        self.optimizer.adopt_weights(values if self._cut is None else self._cut.part(values))
+
     def finish(self) -> None:
         """Write the result into the model: with islands, the mean of their weights. Training can't go on from there."""
         self.optimizer.finish()
@@ -316,6 +320,12 @@ class PipelinedStage(Stage):
         elif any(times):
             source.note("larger learning rates of recovered stages", "dropped", "the stages are others")
         self.pipeline.restore(source.common.get("micro_batches", 0))
+
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        held = dict(self.module.named_parameters())
+        super().adopt_weights({name: value for name, value in values.items() if name in held})
+        self.pipeline.weights_written()
+        self.pipeline.keep_copies()
 
     def close(self) -> None:
         self.pipeline.close()

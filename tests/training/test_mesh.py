@@ -41,6 +41,11 @@ ROWS = {
     "islands": (2, f"{DILOCO} --mesh island=2,data=1", ""),
     "island-tensor": (4, f"{DILOCO} --mesh island=2,tensor=2", ""),
     "island-stages": (4, f"{DILOCO} --stages 2 {EXACT}", ""),
+    "apart": (2, f"--strategy diloco --diloco.sync-every 50 --inner zero --mesh island=2,data=1 {STOP}", ""),
+    "left-whole": (1, "--strategy zero --mesh data=1 --local-size 1", "apart"),
+    "left-stages": (2, f"--strategy zero --mesh pipeline=2 --local-size 1 {EXACT}", "apart"),
+    "left-rows": (2, f"--strategy zero --mesh pipeline=2 --local-size 1 {EXACT} --pipeline.head spread", "apart"),
+    "left-tensor": (2, "--strategy zero --mesh tensor=2 --local-size 1", "apart"),
 }
 
 
@@ -90,6 +95,13 @@ def test_islands_may_be_cut(name: str, runs: RunsOfRanks) -> None:
     assert "2 island(s) of 2 rank(s)" in runs[name]["printed"]
     assert runs[name]["heldout_loss"] == pytest.approx(runs["islands"]["heldout_loss"], rel=1e-5)
     assert runs[name]["sample"]
+
+
+@pytest.mark.parametrize("name", ["left-stages", "left-rows", "left-tensor"])
+def test_any_mesh_goes_on_from_the_mean_of_the_islands_weights(name: str, runs: RunsOfRanks) -> None:
+    assert "weights of the islands: transformed (the mean of those of islands [0, 1])" in runs[name]["printed"]
+    for step in range(SAVED + 1, STEPS + 1):
+        assert by_step(runs[name])[step] == pytest.approx(by_step(runs["left-whole"])[step], rel=1e-5), step
 
 
 @pytest.mark.parametrize("name", ["mesh", "sdp4bit", *COVERED[:2]])

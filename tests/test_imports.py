@@ -60,6 +60,7 @@ assert not HEAVY & set(sys.modules), sorted(HEAVY & set(sys.modules))
 # A line with a mistake of each kind that the words alone tell.
 MISTAKES = """
 words = "--strategy sdp5bit --inner zeroo --model tinny --lr -1 --sed 3 --data missing.txt --steps ten".split()
+words += ["--mesh", "data=2,tenzor=2"]
 try:
     cli.run(["train", *words, "--run-dir", "/dev/null/run"])
 except cli.ConfigError as error:
@@ -81,8 +82,8 @@ def test_help_waits_for_no_torch_and_for_no_other_command() -> None:
 def test_who_misspells_a_word_waits_for_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT + MISTAKES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for part in ("8 problems", "'sdp4bit'", "'zero'", "'tiny'", "--lr -1.0: must be above 0", "--seed", "missing.txt",
-                 "--steps ten", "/dev/null is a file"):  # fmt: skip
+    for part in ("9 problems", "'sdp4bit'", "'zero'", "'tiny'", "--lr -1.0: must be above 0", "--seed", "missing.txt",
+                 "--steps ten", "/dev/null is a file", "; nearest: tensor"):  # fmt: skip
         assert part in done.stdout, done.stdout
 
 

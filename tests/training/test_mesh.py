@@ -115,6 +115,20 @@ def test_explain_knows_the_bytes_of_a_mesh(name: str, runs: RunsOfRanks) -> None
         explain(read_explain([*flags[:-1], "one-byte"], problems), problems)
 
 
+def test_explain_knows_what_cut_islands_exchange(runs: RunsOfRanks) -> None:
+    flags = "--model tiny --seq-len 16 --nodes 2 --local-size 2 --strategy diloco --diloco.sync-every 2 --mesh"
+    plans = []
+    for mesh in ("island=2,data=1,tensor=2", "data=2,tensor=2", "data=4"):
+        problems = Problems()
+        plans.append(explain(read_explain([*flags.split(), mesh], problems), problems).plans["diloco"])
+    assert plans[0] == plans[1]
+    # Its first rank keeps what that of a whole island keeps.
+    assert plans[0].other == plans[2].other
+    steps = runs["island-tensor"]["steps"]
+    exchanged = sum(num for (operation, _), num in plans[0].sent.items() if operation != "all_gather_exact")
+    assert exchanged == -(-(steps[SAVED]["sent_bytes"] - steps[1]["sent_bytes"]) // 2)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -40,7 +40,7 @@ from thinwire.hosts.sequence.seams import heads_of
 from thinwire.hosts.stages import StageAxis, skeleton_of
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.islands.optimizer import INSIDE
-from thinwire.layout.mesh import AXES, check_axis
+from thinwire.layout.mesh import AXES, check_axis, check_beside
 from thinwire.methods.experts import ExpertParallel, check_data_method
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import Residency, resident_method
@@ -634,10 +634,9 @@ def axis_problems(axis: str, options: Sequence[object], mesh: DeviceMesh, with_a
         return
     if len(options) > 1:
         yield f"the {axis} axis takes one {type(options[0]).__name__}"
-    beside = {"sequence": {"expert"}, "pipeline": {"tensor", "island"}}
-    served = {axis, "data", *beside.get(axis, ())}
-    if other := next((name for name in names if name in AXES and name not in served), None):
-        yield f"a {axis} axis beside {other}: not supported; nearest: {axis} and data alone"
+    problems = Problems()
+    problems.note(check_beside, axis, names)
+    yield from problems.messages
 
 
 def pipeline_problems(
@@ -697,18 +696,10 @@ def expert_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, options: Sequence[ExpertParallel]
 ) -> list[str]:
     """Reasons why an expert axis does not fit model, mesh and method, one message each; empty if it fits."""
-    problems, sizes = Problems(), sizes_of(mesh)
+    sizes, ranks = sizes_of(mesh), (*options, ExpertParallel())[0].parallel
+    problems = Problems(axis_problems("expert", options, mesh, f"{shape_of(mesh)},expert={ranks}"))
     if "expert" not in sizes:
-        if options:
-            problems.messages.append(
-                f"ExpertParallel works on the expert axis, and the mesh {shape_of(mesh)} has none; nearest: "
-                f"{shape_of(mesh)},expert={options[0].parallel}"
-            )
         return problems.messages
-    if len(options) > 1:
-        problems.messages.append("the expert axis takes one ExpertParallel")
-    if beside := sorted({"island", "pipeline", "tensor"} & sizes.keys()):
-        problems.messages.append(f"an expert axis beside {beside[0]}: not supported; nearest: expert and data alone")
     with problems.collect():
         check_experts(model, with_ranks((*options, ExpertParallel())[0], mesh), sizes["expert"])
     if method is not None:

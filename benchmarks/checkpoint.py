@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.checkpoint import Disk, Keep, Piece, Saver, Snapshot, verify
-from thinwire.checkpoint.dcp import Index, parts_of, read_part, read_pieces
-from thinwire.checkpoint.folder import checksum, part_of
+from thinwire.checkpoint.dcp import Index, read_part, read_pieces
+from thinwire.checkpoint.folder import checksum
+from thinwire.checkpoint.parts import part_of, parts_of
 from thinwire.checkpoint.saver import write_part
 from thinwire.run.config import TrainConfig
 from thinwire.run.place import ProcessPlace

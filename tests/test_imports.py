@@ -45,9 +45,22 @@ for words in (["--version"], ["--help"], *([name, "--help"] for name in cli.COMM
     print(f"# {words[0]} loaded {sorted(rooms)}")
 assert not HEAVY & set(sys.modules), sorted(HEAVY & set(sys.modules))
 """
+# In the same process: the checkpoints of a run are manifests of JSON.
+CHECKPOINTS = """
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from thinwire.checkpoint.folder import Manifest, folder_of
+with TemporaryDirectory() as run:
+    folder = folder_of(Path(run) / "checkpoints", 500)
+    folder.mkdir(parents=True)
+    Manifest(500, 2.5, 4, [], {}, {"strategy": "zero"}).write(folder)
+    assert cli.run(["checkpoints", run]) == 0
+assert not HEAVY & set(sys.modules), sorted(HEAVY & set(sys.modules))
+"""
 # A line with a mistake of each kind that the words alone tell.
 MISTAKES = """
 words = "--strategy sdp5bit --inner zeroo --model tinny --lr -1 --sed 3 --data missing.txt --steps ten".split()
+words += ["--mesh", "data=2,tenzor=2"]
 try:
     cli.run(["train", *words, "--run-dir", "/dev/null/run"])
 except cli.ConfigError as error:
@@ -56,10 +69,11 @@ except cli.ConfigError as error:
 
 
 def test_help_waits_for_no_torch_and_for_no_other_command() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT + HELP], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT + HELP + CHECKPOINTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert f"# ['{name}', '--help'] ended with 0" in done.stdout and f"usage: thinwire {name}" in done.stdout
+    assert "zero on 4 rank(s), not verified  <- latest" in done.stdout
     rooms = {name: re.search(rf"# {name} loaded (.*)", done.stdout) for name in COMMANDS}
     for name, other in {"train": "compare", "lab": "training", "export": "training", "explain": "training"}.items():
         assert (found := rooms[name]) is not None and other not in found[1], done.stdout
@@ -68,8 +82,8 @@ def test_help_waits_for_no_torch_and_for_no_other_command() -> None:
 def test_who_misspells_a_word_waits_for_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT + MISTAKES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for part in ("8 problems", "'sdp4bit'", "'zero'", "'tiny'", "--lr -1.0: must be above 0", "--seed", "missing.txt",
-                 "--steps ten", "/dev/null is a file"):  # fmt: skip
+    for part in ("9 problems", "'sdp4bit'", "'zero'", "'tiny'", "--lr -1.0: must be above 0", "--seed", "missing.txt",
+                 "--steps ten", "/dev/null is a file", "; nearest: tensor"):  # fmt: skip
         assert part in done.stdout, done.stdout
 
 
@@ -83,9 +97,26 @@ def test_every_class_of_a_strategy_is_a_name_of_thinwire() -> None:
     assert {"SDP4Bit", "DiLoCo", "zero", "__version__"} <= names.keys()
 
 
-def test_explaining_a_cluster_needs_no_trainer() -> None:
-    program = "import sys, thinwire.planner.table; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+# A method of islands that is a file and a row, in a process that has not loaded what runs it.
+OWN_METHOD = """
+import thinwire.methods.islands.gossip as toy
+from thinwire.methods.front import around
+from thinwire.registry import STRATEGIES, StrategyRow
+
+class ToyIslands(toy.Gossip):
+    pass
+
+toy.ToyIslands = ToyIslands
+STRATEGIES["toy"] = StrategyRow("islands.gossip:ToyIslands")
+assert around.dispatch(ToyIslands) is around.dispatch(object)
+assert around.dispatch(thinwire.ToyIslands) is not around.dispatch(object)
+"""
+
+
+def test_explaining_a_cluster_needs_no_trainer_and_a_method_brings_its_host() -> None:
+    program = "import sys, thinwire.planner.table; print(*sys.modules)" + OWN_METHOD
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert not [name for name in done.stdout.split() if name.startswith(("thinwire.training", "thinwire.launch"))]
 
 

@@ -28,10 +28,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),
     "thinwire.hosts.experts": ("ExpertRanks", "expert_parallel"),
     "thinwire.hosts.fsdp.compress": ("CompressedFSDP", "compress_fsdp"),
-    # Methods that make their context too, where the host that runs it is loaded.
-    "thinwire.fronts": (
-        "DADAO", "DiLoCo", "FedFix", "Gossip", "LocalSGD", "SparseLoCo", "StreamingDiLoCo",
-    ),
     "thinwire.islands.library": ("Islands",),
     "thinwire.methods.slope_log": ("SlopeLog",),
     "thinwire.hosts.forward.optimizer": ("ForwardOptimizer", "forward_only"),
@@ -72,7 +68,11 @@ def __getattr__(name: str) -> Any:
     elif not name[0].isupper() or name not in (classes := _classes()):
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
     else:
+        from thinwire.methods.front import Front
+
         value = classes[name].cls
+        if issubclass(value, Front):
+            importlib.import_module("thinwire.fronts")
     globals()[name] = value
     return value
 

@@ -1,6 +1,4 @@
 # What `thinwire/__init__.py` finds when it is asked for, for type checkers and editors.
-from typing import Any
-
 from thinwire.adapters import attach as attach
 from thinwire.calibration import calibrate as calibrate, measure_links as measure_links
 from thinwire.codecs import (
@@ -88,14 +86,5 @@ from thinwire.state.watchdog import DeadGradientError as DeadGradientError
 
 __version__: str
 
-# With a model first they make a context around a loop, else a method's options: no type says both.
-DADAO: Any
-DiLoCo: Any
-FedFix: Any
-Gossip: Any
-LocalSGD: Any
-SparseLoCo: Any
-StreamingDiLoCo: Any
-
 # The classes of strategies.
-from thinwire.registry import *  # noqa: E402, F403
+from thinwire.registry import *  # noqa: F403

@@ -40,7 +40,7 @@ from thinwire.hosts.sequence.seams import heads_of
 from thinwire.hosts.stages import StageAxis, skeleton_of
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.islands.optimizer import INSIDE
-from thinwire.layout.mesh import AXES, check_axis
+from thinwire.layout.mesh import AXES, check_axis, check_beside
 from thinwire.methods.experts import ExpertParallel, check_data_method
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import Residency, resident_method
@@ -225,6 +225,10 @@ class Stage:
         if self.experts is not None:
             self.experts.wire.num_drawn = source.common.get("expert_draws", 0)
 
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Take parameters of the whole model, by name, the same bits on all ranks, as ParallelOptimizer does."""
+        self.optimizer.adopt_weights(values if self._cut is None else self._cut.part(values))
+
     def finish(self) -> None:
         """Write the result into the model: with islands, the mean of their weights. Training can't go on from there."""
         self.optimizer.finish()
@@ -316,6 +320,12 @@ class PipelinedStage(Stage):
         elif any(times):
             source.note("larger learning rates of recovered stages", "dropped", "the stages are others")
         self.pipeline.restore(source.common.get("micro_batches", 0))
+
+    def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
+        held = dict(self.module.named_parameters())
+        super().adopt_weights({name: value for name, value in values.items() if name in held})
+        self.pipeline.weights_written()
+        self.pipeline.keep_copies()
 
     def close(self) -> None:
         self.pipeline.close()
@@ -624,10 +634,9 @@ def axis_problems(axis: str, options: Sequence[object], mesh: DeviceMesh, with_a
         return
     if len(options) > 1:
         yield f"the {axis} axis takes one {type(options[0]).__name__}"
-    beside = {"sequence": {"expert"}, "pipeline": {"tensor", "island"}}
-    served = {axis, "data", *beside.get(axis, ())}
-    if other := next((name for name in names if name in AXES and name not in served), None):
-        yield f"a {axis} axis beside {other}: not supported; nearest: {axis} and data alone"
+    problems = Problems()
+    problems.note(check_beside, axis, names)
+    yield from problems.messages
 
 
 def pipeline_problems(
@@ -687,18 +696,10 @@ def expert_problems(
     model: nn.Module, mesh: DeviceMesh, method: Method | Connected | None, options: Sequence[ExpertParallel]
 ) -> list[str]:
     """Reasons why an expert axis does not fit model, mesh and method, one message each; empty if it fits."""
-    problems, sizes = Problems(), sizes_of(mesh)
+    sizes, ranks = sizes_of(mesh), (*options, ExpertParallel())[0].parallel
+    problems = Problems(axis_problems("expert", options, mesh, f"{shape_of(mesh)},expert={ranks}"))
     if "expert" not in sizes:
-        if options:
-            problems.messages.append(
-                f"ExpertParallel works on the expert axis, and the mesh {shape_of(mesh)} has none; nearest: "
-                f"{shape_of(mesh)},expert={options[0].parallel}"
-            )
         return problems.messages
-    if len(options) > 1:
-        problems.messages.append("the expert axis takes one ExpertParallel")
-    if beside := sorted({"island", "pipeline", "tensor"} & sizes.keys()):
-        problems.messages.append(f"an expert axis beside {beside[0]}: not supported; nearest: expert and data alone")
     with problems.collect():
         check_experts(model, with_ranks((*options, ExpertParallel())[0], mesh), sizes["expert"])
     if method is not None:

@@ -265,12 +265,16 @@ class CommandLine:
     ) -> Iterator[str]:
         """The words, without those that follow an unknown flag, and without those meant as the value of a switch."""
         pieces = [piece for arg in args for piece in (arg.split("=", 1) if arg.startswith("--") else [arg])]
-        before = {word: name.replace("_", "-") for name, word in pairwise(["", *pieces])}
+        # The same word may follow several flags.
+        before: dict[str, list[str]] = {}
+        for name, word in pairwise(["", *pieces]):
+            before.setdefault(word, []).append(name.replace("_", "-"))
+        strangers = {one.partition("=")[0].replace("_", "-") for one in unknown}
         for word in words:
-            name = before[word]
-            if name in [one.replace("_", "-") for one in unknown]:
+            if not strangers.isdisjoint(before[word]):
                 continue
-            if name not in self._switches or word.endswith(".toml") or Path(word).exists():
+            name = next((one for one in before[word] if one in self._switches), "")
+            if not name or word.endswith(".toml") or Path(word).exists():
                 yield word
                 continue
             also = self._switches[name]

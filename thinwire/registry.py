@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from thinwire.methods.interface import Method
     from thinwire.methods.plain_ddp import DDP as DDP
 
+    # With a model first they make a context around a loop, else a method's options: no type says both.
+    DADAO: Any
+    DiLoCo: Any
+    FedFix: Any
+    Gossip: Any
+    LocalSGD: Any
+    SparseLoCo: Any
+    StreamingDiLoCo: Any
+
 
 class StrategyRow:
     """A strategy: its class in `thinwire.methods`, as module:class, and options that differ from the class's own.

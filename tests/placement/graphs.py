@@ -113,3 +113,14 @@ def _orders(graph: OpGraph) -> Iterator[tuple[int, ...]]:
         place = {op: at for at, op in enumerate(order)}
         if all(place[i] < place[j] for i, j in graph.edges):
             yield order
+
+
+def lower_bound_s(graph: OpGraph, devices: Devices) -> float:
+    """A lower bound of all schedules: the longest path without messages, and each device's minimum work."""
+    fastest = max(map(devices.speed, range(devices.num)))
+    ends = [0.0] * len(graph.ops)
+    for number, op in enumerate(graph.ops):
+        start = max((ends[graph.values[value].source] for value in graph.inputs[number]), default=0.0)
+        ends[number] = start + op.seconds / fastest
+    total = sum(op.seconds for op in graph.ops)
+    return max([*ends, total / sum(map(devices.speed, range(devices.num)))], default=0.0)

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.placement.graphs import best_s, check, devices, layered, out_tree, peaks
+from tests.placement.graphs import best_s, check, devices, layered, lower_bound_s, out_tree, peaks
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.placement.board import DeviceSchedule, NoRoomError, replay
 from thinwire.placement.etf import m_etf
-from thinwire.placement.graph import Devices, Op, OpGraph, lower_bound_s
+from thinwire.placement.graph import Devices, Op, OpGraph
 from thinwire.placement.place import on_ranks
 from thinwire.placement.prepare import co_adjacent, fused, least_memory, scheduled
 from thinwire.placement.sct import favourites, m_sct, relaxed

@@ -41,6 +41,11 @@ ROWS = {
     "islands": (2, f"{DILOCO} --mesh island=2,data=1", ""),
     "island-tensor": (4, f"{DILOCO} --mesh island=2,tensor=2", ""),
     "island-stages": (4, f"{DILOCO} --stages 2 {EXACT}", ""),
+    "apart": (2, f"--strategy diloco --diloco.sync-every 50 --inner zero --mesh island=2,data=1 {STOP}", ""),
+    "left-whole": (1, "--strategy zero --mesh data=1 --local-size 1", "apart"),
+    "left-stages": (2, f"--strategy zero --mesh pipeline=2 --local-size 1 {EXACT}", "apart"),
+    "left-rows": (2, f"--strategy zero --mesh pipeline=2 --local-size 1 {EXACT} --pipeline.head spread", "apart"),
+    "left-tensor": (2, "--strategy zero --mesh tensor=2 --local-size 1", "apart"),
 }
 
 
@@ -92,6 +97,13 @@ def test_islands_may_be_cut(name: str, runs: RunsOfRanks) -> None:
     assert runs[name]["sample"]
 
 
+@pytest.mark.parametrize("name", ["left-stages", "left-rows", "left-tensor"])
+def test_any_mesh_goes_on_from_the_mean_of_the_islands_weights(name: str, runs: RunsOfRanks) -> None:
+    assert "weights of the islands: transformed (the mean of those of islands [0, 1])" in runs[name]["printed"]
+    for step in range(SAVED + 1, STEPS + 1):
+        assert by_step(runs[name])[step] == pytest.approx(by_step(runs["left-whole"])[step], rel=1e-5), step
+
+
 @pytest.mark.parametrize("name", ["mesh", "sdp4bit", *COVERED[:2]])
 def test_explain_knows_the_bytes_of_a_mesh(name: str, runs: RunsOfRanks) -> None:
     strategy, problems = {"mesh": "zero"}.get(name, name), Problems()
@@ -101,6 +113,20 @@ def test_explain_knows_the_bytes_of_a_mesh(name: str, runs: RunsOfRanks) -> None
     assert any(asked == "tensor axis of 2 ranks" for asked, _, _ in found.notes)
     with pytest.raises(ConfigError, match="one-byte can't share a mesh with a tensor axis: it draws"):
         explain(read_explain([*flags[:-1], "one-byte"], problems), problems)
+
+
+def test_explain_knows_what_cut_islands_exchange(runs: RunsOfRanks) -> None:
+    flags = "--model tiny --seq-len 16 --nodes 2 --local-size 2 --strategy diloco --diloco.sync-every 2 --mesh"
+    plans = []
+    for mesh in ("island=2,data=1,tensor=2", "data=2,tensor=2", "data=4"):
+        problems = Problems()
+        plans.append(explain(read_explain([*flags.split(), mesh], problems), problems).plans["diloco"])
+    assert plans[0] == plans[1]
+    # Its first rank keeps what that of a whole island keeps.
+    assert plans[0].other == plans[2].other
+    steps = runs["island-tensor"]["steps"]
+    exchanged = sum(num for (operation, _), num in plans[0].sent.items() if operation != "all_gather_exact")
+    assert exchanged == -(-(steps[SAVED]["sent_bytes"] - steps[1]["sent_bytes"]) // 2)
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,13 @@ def test_rounded_sequences_resume_bit_for_bit(runs: dict[str, dict[str, Any]]) -
         ("--workers 4 --sequence.parallel 3", "must divide the 4 ranks; nearest: --sequence.parallel 2"),
         ("--workers 4 --sequence.parallel 2 --stages 2", "can't have both; nearest: --stages 1, or --sequence"),
         ("--workers 4 --mesh data=2,sequence=2 --sequence.parallel 4", "give one of them"),
-        ("--workers 4 --mesh data=1,sequence=2,tensor=2", "not supported; nearest: data alone"),
+        ("--workers 4 --mesh data=1,sequence=2,tensor=2", "sequence beside tensor: not supported; nearest: sequence"),
         (
             "--workers 2 --sequence.parallel 2 --sequence.activations int4/64:stochastic",
             "not at random; nearest: 'int4/64:nearest'",
         ),
         ("--workers 4 --sequence.parallel 4 --sequence.method ulysses=3", "has 3 ranks and the sequence 4; nearest"),
-        ("--workers 2 --sequence.parallel 2 --strategy diloco", "nearest: data alone"),
+        ("--workers 2 --sequence.parallel 2 --strategy diloco", "sequence beside island: not supported"),
     ],
 )
 def test_what_can_not_work_is_told_before_anything_starts(

@@ -3,7 +3,8 @@
 `foreign` reads the checkpoints of other programs.
 """
 
-from thinwire.checkpoint.dcp import CheckpointError
+from typing import TYPE_CHECKING
+
 from thinwire.checkpoint.folder import (
     Keep,
     all_of,
@@ -16,12 +17,24 @@ from thinwire.checkpoint.folder import (
     step_of,
     verify,
 )
-from thinwire.checkpoint.saver import Disk, Saver, store_of_ranks
-from thinwire.checkpoint.source import FROZEN, WEIGHTS, Source, read_weights
-from thinwire.checkpoint.state import Piece, Share, Snapshot
+from thinwire.checkpoint.parts import CheckpointError
+from thinwire.lazy import lazily
+
+if TYPE_CHECKING:
+    from thinwire.checkpoint.saver import Disk, Saver, store_of_ranks
+    from thinwire.checkpoint.source import FROZEN, WEIGHTS, Source, read_weights
+    from thinwire.checkpoint.state import Piece, Share, Snapshot
 
 __all__ = [
     "FROZEN", "WEIGHTS", "CheckpointError", "Disk", "Keep", "Piece", "Saver", "Share", "Snapshot", "Source", "all_of",
     "checkpoints_of", "choose", "latest", "nearest_run", "next_loss", "passed_over", "read_weights", "step_of",
     "store_of_ranks", "verify",
 ]  # fmt: skip
+__getattr__ = lazily(
+    __name__,
+    {
+        "saver": ("Disk", "Saver", "store_of_ranks"),
+        "source": ("FROZEN", "WEIGHTS", "Source", "read_weights"),
+        "state": ("Piece", "Share", "Snapshot"),
+    },
+)

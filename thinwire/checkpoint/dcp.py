@@ -47,25 +47,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from thinwire import _compat
 from thinwire.checkpoint.boxes import Box, Copy
+from thinwire.checkpoint.parts import METADATA, STATE_FILE, CheckpointError, parts_of, write_durably
 from thinwire.checkpoint.state import Piece, dtype_named
-from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-STATE_FILE = "state.json"
 # For smaller files, another thread costs more than it saves.
 MIN_THREAD_BYTES = 1 << 20
-# The index of torch.distributed.checkpoint.
-METADATA = ".metadata"
 # After this many bytes the disk is asked to begin writing, before the file is complete.
 SYNC_BYTES = 32 << 20
 # {file: (bytes, CRC-32)}
 Sums = dict[str, tuple[int, int]]
-
-
-class CheckpointError(ThinwireError, RuntimeError):
-    """A checkpoint is damaged or lacks something asked of it. The message names the file or the tensor."""
 
 
 @dataclass(frozen=True)
@@ -230,26 +223,6 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, A
     return writer.sums
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, flush it to the disk, then rename it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_metadata(folder: Path) -> tuple[int, int]:
     """Write DCP's own index of all parts in a folder. torch's tools need it; thinwire does not read it.
 
@@ -285,21 +258,6 @@ def _write_items(name: str, piece: Piece) -> Iterator[WriteItem]:
         assert index.offset is not None
         data = TensorWriteData(ChunkStorageMetadata(index.offset, shape), properties, whole)
         yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-
-def part_of(folder: Path, rank: int) -> Path:
-    """Folder of the part that one rank wrote."""
-    return folder / f"rank{rank}"
-
-
-def rank_of(part: Path) -> int:
-    """Rank that wrote a part."""
-    return int(part.name.removeprefix("rank"))
-
-
-def parts_of(folder: Path) -> list[Path]:
-    """Folders of the parts in a checkpoint, by rank."""
-    return sorted((path.parent for path in folder.glob(f"rank*/{STATE_FILE}")), key=rank_of)
 
 
 def read_part(part: Path) -> tuple[dict[str, Any], Index]:

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from thinwire.checkpoint.dcp import METADATA, CheckpointError, part_of, write_durably, write_metadata
+from thinwire.checkpoint.parts import METADATA, CheckpointError, part_of, write_durably
 from thinwire.errors import ConfigError, nearest
 
 log = logging.getLogger("thinwire")
@@ -155,6 +155,9 @@ def verify(checkpoint: Path) -> Manifest:
     except CheckpointError as error:
         wrong.append(str(error))
     if len(wrong) == 1 and wrong[0].startswith(METADATA):
+        # It takes torch, for which a list of checkpoints does not wait.
+        from thinwire.checkpoint.dcp import write_metadata
+
         log.warning("thinwire: %s: %s; it is written anew from the other files", checkpoint, wrong.pop())
         with suppress(OSError):
             write_metadata(checkpoint)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import METADATA, Sums, part_of, sync_folder, write_metadata, write_pieces
+from thinwire.checkpoint.dcp import Sums, write_metadata, write_pieces
 from thinwire.checkpoint.folder import Keep, Manifest, folder_of, leftovers, note_next_loss, point_to
+from thinwire.checkpoint.parts import METADATA, part_of, sync_folder
 from thinwire.checkpoint.state import Piece, Snapshot
 
 POLL_S = 0.02

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import CheckpointError, Index, parts_of, rank_of, read_part, read_pieces
+from thinwire.checkpoint.dcp import Index, read_part, read_pieces
 from thinwire.checkpoint.folder import Manifest
+from thinwire.checkpoint.parts import CheckpointError, parts_of, rank_of
 from thinwire.checkpoint.state import Piece, Share, dtype_named, from_tree, own_name, tensors_of
 
 # (asked for, in effect, why)

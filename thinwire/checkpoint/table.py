@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from thinwire.checkpoint.dcp import CheckpointError
 from thinwire.checkpoint.folder import Manifest, all_of, checkpoints_of, latest, step_of, verified_at, verify
+from thinwire.checkpoint.parts import CheckpointError
 
 
 def print_checkpoints(run: Path, *, verifies: bool) -> int:

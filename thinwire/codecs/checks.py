@@ -30,4 +30,5 @@ def whole_number(what: str, value: int, least: int, most: int) -> None:
 def fraction(what: str, value: float, least: float) -> None:
     """Raises ConfigError unless least <= value <= 1."""
     if not least <= value <= 1:
-        raise ConfigError(f"{what} {value} is not from {least:g} to 1; nearest is {least if value < least else 1:g}")
+        close = least if value < least else 1
+        raise ConfigError(f"{what} {value} is not from {least:g} to 1; nearest is {close:g}, or {100 * close:g}%")

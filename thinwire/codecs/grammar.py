@@ -53,7 +53,7 @@ def _read_part(part: str, inner: Codec | None) -> Codec:
     spelling, settings = _find(head)
     if spelling is None:
         choices = [spelling for spelling in SPELLINGS if bool(spelling.wraps) == (inner is not None)]
-        raise ConfigError(f"no codec is called {head!r}{nearest(head, _heads(choices, head))}")
+        raise ConfigError(f"no codec is called {head!r}{nearest(head.lower(), _heads(choices, head))}")
     if spelling.wraps and inner is None:
         raise ConfigError(f"{head!r} must follow another codec; did you mean 'int4+{head}'?")
     if inner is not None:
@@ -82,7 +82,7 @@ def _find(head: str) -> tuple[Spelling | None, dict[str, Any]]:
 def _read_group(spelling: Spelling, head: str, group: str) -> dict[str, Any]:
     if spelling.group is None:
         raise ConfigError(f"'/{group}' can't be read: {head} has no groups; did you mean {head!r}?")
-    if not group.isdecimal():
+    if not is_whole(group):
         default = spelling.defaults[spelling.group]
         raise ConfigError(f"'/{group}' can't be read: a group is a whole number; did you mean '{head}/{default}'?")
     return {spelling.group: int(group)}
@@ -96,14 +96,21 @@ def _read_option(spelling: Spelling, head: str, option: str) -> dict[str, Any]:
         return {spelling.values: read(option[1:].removesuffix(")"))}
     if spelling.values and _find(option.partition("/")[0])[0]:
         return {spelling.values: read(option)}
+    if spelling.group and is_whole(option):
+        raise ConfigError(f"':{option}' can't be read: a group follows a '/'; did you mean '{head}/{option}'?")
     forms = spelling.option_forms()
     hint = nearest(option, forms) if forms else f"; did you mean {head!r}?"
     raise ConfigError(f"':{option}' can't be read: {head} has no such option{hint}")
 
 
+def is_whole(text: str) -> bool:
+    """Whether the text is a whole number in the digits that `write` uses."""
+    return text.isascii() and text.isdecimal()
+
+
 def _heads(spellings: Iterable[Spelling], like: str = "") -> list[str]:
     """A valid head of each spelling, with the number of `like` where that gives one."""
-    number = re.search(r"\d[\d.]*", like)
+    number = re.search("[0-9][0-9.]*", like)
     heads = []
     for spelling in spellings:
         heads.append(spelling.head_text(spelling.defaults))

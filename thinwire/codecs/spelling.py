@@ -33,7 +33,7 @@ class Number:
         """The field that the text sets, or None where the text is not of this form. Raises ConfigError."""
         if self.optional and text == self.before:
             return {}
-        found = re.fullmatch(rf"{re.escape(self.before)}(\d[\d.]*){re.escape(self.after)}", text)
+        found = re.fullmatch(rf"{re.escape(self.before)}([0-9][0-9.]*){re.escape(self.after)}", text)
         try:
             return {self.field: self.read(found[1])} if found else None
         except ConfigError:

@@ -1,4 +1,4 @@
-"""Closed forms of a pipeline's step: its time according to Pipette and AMP, and a schedule's idle time."""
+"""Closed forms of a pipeline's step: its time according to Pipette, and a schedule's idle time."""
 
 from __future__ import annotations
 
@@ -30,14 +30,6 @@ def pipette_s(
     return m / p * (trip_s + p * compute_s) + (p - 1) * compute_s + exchange_s
 
 
-def amp_s(num_stages: int, num_micro_batches: int, compute_s: float, trip_s: float, exchange_s: float = 0.0) -> float:
-    """The same according to AMP, which counts one trip: (m - 1) C + T_pp + p C + T_dp.
-
-    Source: Li et al., "AMP" (NeurIPS 2022), section 4, as quoted by Pipette.
-    """
-    return (num_micro_batches - 1) * compute_s + trip_s + num_stages * compute_s + exchange_s
-
-
 def trip_s(ranks: Sequence[int], network: Network, forward_bytes: float, backward_bytes: float) -> float:
     """T_pp: seconds of a micro-batch's messages from stage to stage and back, delays included.
 
@@ -59,14 +51,6 @@ def ring_s(ranks: Sequence[int], network: Network, num_bytes: float) -> float:
     rate = min(network.rates[a][b] for a, b in links)
     delay_s = max(network.delays_s[a][b] for a, b in links)
     return 2 * (n - 1) * (num_bytes / n / rate + delay_s)
-
-
-def layer_parameters(hidden: int) -> int:
-    """Number of weights in a plain transformer layer: 12 h^2, four of attention and eight of an MLP four times as wide.
-
-    Pipette's released code has 16 h^2, which makes messages of gradients a third too long.
-    """
-    return 12 * hidden * hidden
 
 
 def bubble(num_stages: int, num_micro_batches: int, chunks: int = 1) -> float:

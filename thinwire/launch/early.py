@@ -8,6 +8,7 @@ from dataclasses import replace
 from thinwire.data.sources import place_of
 from thinwire.errors import Problems
 from thinwire.flags import Stated
+from thinwire.layout.mesh import MeshShape
 from thinwire.models.presets import check_preset
 from thinwire.registry import check_name
 from thinwire.run.config import TrainConfig, range_errors
@@ -32,4 +33,12 @@ def refuse_early(stated: Stated, problems: Problems) -> None:
     with problems.collect():
         RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
     problems.note(place_of, config.data)
+    if config.mesh is not None:
+        problems.note(MeshShape.parse, config.mesh)
+    if config.inject:
+        # What injects faults reads them, and loads torch.
+        from thinwire.collectives.faults import parse
+
+        for text in config.inject:
+            problems.note(parse, text)
     problems.raise_any()

@@ -27,7 +27,7 @@ from thinwire.hosts.experts.parallel import check_experts
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.machine import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.launch.start import Start
-from thinwire.layout.mesh import MeshShape
+from thinwire.layout.mesh import MeshShape, check_beside
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
@@ -229,15 +229,17 @@ def check_order(config: TrainConfig, run: Run) -> None:
         raise ConfigError("--order: islands take no order; leave it out")
 
 
+def axes_of(shape: MeshShape, run: Run) -> set[str]:
+    """The axes over which the run cuts anything, and that of islands where its nodes are islands."""
+    return shape.cut | ({"island"} if run.has_islands else set())
+
+
 def check_sequence(config: TrainConfig, run: Run, model: nn.Module) -> None:
     """Raise ConfigError, with all reasons, for sequences over ranks that do not fit model, mesh or strategy."""
     shape, problems = config.mesh_shape, Problems()
     if run.sequence is None:
         return
-    if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands:
-        problems.messages.append(
-            "sequences beside islands, stages or a tensor axis: not supported; nearest: data alone"
-        )
+    problems.note(check_beside, "sequence", axes_of(shape, run))
     with problems.collect():
         heads, kv_heads, width, _ = heads_of(model)
         machine = config.local_size or config.workers
@@ -253,8 +255,7 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
     shape, problems = config.mesh_shape, Problems()
     if run.experts is None:
         return
-    if shape.tensor * shape.pipeline > 1 or "island" in shape.sizes or run.has_islands or config.chooses_stages:
-        problems.messages.append("experts beside islands, stages or a tensor axis: not supported; nearest: data alone")
+    problems.note(check_beside, "expert", axes_of(shape, run) | ({"pipeline"} if config.chooses_stages else set()))
     if config.finds_expert_ranks and config.mesh is not None:
         problems.messages.append("--experts.parallel auto finds the expert axis: leave --mesh out")
     problems.note(check_experts, model, run.experts, shape.world_size)
@@ -300,11 +301,9 @@ def check_islands(config: TrainConfig, run: Run) -> None:
     shape = config.mesh_shape
     size = shape.island_size
     if size is not None and not run.has_islands:
-        without = MeshShape({name: at for name, at in shape.sizes.items() if name != "island"})
-        wider = MeshShape({**without.sizes, "data": without.sizes["data"] * shape.sizes["island"]})
         raise ConfigError(
             f"--mesh {config.mesh}: strategy {config.strategy} has no islands; nearest: --strategy diloco --inner "
-            f"{config.strategy}, or --mesh {wider}"
+            f"{config.strategy}, or --mesh {shape.without_islands()}"
         )
     if size is None and run.has_islands:
         raise ConfigError(

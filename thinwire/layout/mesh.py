@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
@@ -13,6 +13,8 @@ from thinwire.errors import ConfigError
 AXES = ("island", "pipeline", "data", "expert", "sequence", "tensor")
 # The axis that every mesh has.
 NEEDED = "data"
+# Axes that one mesh may have beside data.
+TOGETHER = {"expert", "sequence"}, {"island", "pipeline", "tensor"}
 # What other projects call them.
 ALSO = {
     "dp": "data",
@@ -33,6 +35,18 @@ def check_axis(name: str) -> None:
         raise ConfigError(f"the mesh has an axis {name!r}: must be of {', '.join(AXES)}; nearest: {close}")
 
 
+def go_together(axes: Collection[str]) -> bool:
+    """Whether one mesh may have all of these axes."""
+    return any({*axes} - {NEEDED} <= together for together in TOGETHER)
+
+
+def check_beside(axis: str, others: Collection[str]) -> None:
+    """Raise ConfigError if `axis` can't stand beside one of the other axes."""
+    if apart := [other for other in AXES if other in others and not go_together({axis, other})]:
+        listed = " or ".join(apart)
+        raise ConfigError(f"a mesh with {axis} beside {listed}: not supported; nearest: {axis} and data alone")
+
+
 @dataclass(frozen=True)
 class MeshShape:
     """The lengths of a mesh's axes, from the outside in."""
@@ -45,7 +59,7 @@ class MeshShape:
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, size = (word.strip() for word in part.partition("="))
-            if not size.isdecimal() or not int(size):
+            if not (size.isascii() and size.isdecimal() and int(size)):
                 raise ConfigError(f"--mesh {text}: {part!r} must be AXIS=RANKS, such as data=2,tensor=2")
             if name in sizes:
                 raise ConfigError(f"--mesh {text}: the axis {name} is stated twice")
@@ -58,6 +72,11 @@ class MeshShape:
         return MeshShape({name: self.sizes[name] for name in AXES if name in self.sizes})
 
     @property
+    def cut(self) -> set[str]:
+        """The axes besides data of more than one rank, and that of islands."""
+        return {name for name, size in self.sizes.items() if name != NEEDED and (size > 1 or name == "island")}
+
+    @property
     def world_size(self) -> int:
         """Ranks of the mesh."""
         return math.prod(self.sizes.values())
@@ -66,6 +85,12 @@ class MeshShape:
     def island_size(self) -> int | None:
         """Number of ranks of one island; None without an island axis."""
         return self.world_size // self.sizes["island"] if "island" in self.sizes else None
+
+    def without_islands(self) -> MeshShape:
+        """The same ranks with those of all islands on the data axis."""
+        islands = self.sizes.get("island", 1)
+        inside = {name: size for name, size in self.sizes.items() if name != "island"}
+        return MeshShape({**inside, "data": islands * inside["data"]})
 
     @property
     def tensor(self) -> int:

@@ -38,4 +38,4 @@ def around(method: object, *loop: Any, **options: Any) -> Any:
     loop: the model, and the optimizer if the method needs one. options: the context's own. Raises ConfigError if no
     host for the method is loaded.
     """
-    raise ConfigError(f"no host that is loaded runs {type(method).__name__} around a loop: import thinwire.compose")
+    raise ConfigError(f"no host that is loaded runs {type(method).__name__} around a loop: import thinwire.fronts")

@@ -189,17 +189,6 @@ class Devices:
         return sum(map(self.speed, range(self.num))) / self.num
 
 
-def lower_bound_s(graph: OpGraph, devices: Devices) -> float:
-    """A lower bound of all schedules: the longest path without messages, and each device's minimum work."""
-    fastest = max(map(devices.speed, range(devices.num)))
-    ends = [0.0] * len(graph.ops)
-    for number, op in enumerate(graph.ops):
-        start = max((ends[graph.values[value].source] for value in graph.inputs[number]), default=0.0)
-        ends[number] = start + op.seconds / fastest
-    total = sum(op.seconds for op in graph.ops)
-    return max([*ends, total / sum(map(devices.speed, range(devices.num)))], default=0.0)
-
-
 def in_topological_order(num: int, edges: Iterable[tuple[int, int]], ranks: Sequence[int]) -> list[int]:
     """Numbers 0 to num - 1 in an order in which every edge leads forward; small ranks first."""
     followers: dict[int, set[int]] = defaultdict(set)

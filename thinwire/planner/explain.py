@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -112,7 +113,7 @@ class LaidOut:
     Args:
         config: with what was found in the place of "auto". names: its strategies.
         total: trained parameters.
-        model: what a rank of the tensor axis has of it.
+        whole: the model. model: what a rank of the tensor axis has of it.
         stages: of a pipeline. grid: its machines. search: what was priced to find the stages.
         notes: rows of (asked for, in effect, why).
     """
@@ -121,6 +122,7 @@ class LaidOut:
     names: list[str]
     shape: MeshShape
     total: int
+    whole: nn.Module
     model: nn.Module
     stages: Stages | None
     grid: Grid | None
@@ -200,13 +202,15 @@ def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_
     if config.stages == AUTO and grid is not None:
         config, result = found_stages(check_can_cut(model), config, names, grid)
         names, shape = [config.strategy], mesh_of(config)
+    whole = model
     if shape.tensor > 1:
+        whole = copy.deepcopy(model)
         cut_skeleton(model, shape.tensor)
     stages: Stages | None = None
     if shape.pipeline > 1 and grid is not None:
         stages, rows = cut_into_stages(check_can_cut(model), config, shape, grid)
         notes += rows
-    return LaidOut(config, names, shape, total, model, stages, grid, result, notes)
+    return LaidOut(config, names, shape, total, whole, model, stages, grid, result, notes)
 
 
 def cut_into_stages(model: Llama, config: ExplainConfig, shape: MeshShape, grid: Grid) -> tuple[Stages, list[Row]]:
@@ -253,7 +257,7 @@ def plan_of(strategy: Method, laid: LaidOut) -> tuple[MethodPlan, int | None]:
     """A strategy's plan; of a pipeline that of the stage that needs the most memory, and this stage."""
     config, shape, stages = laid.config, laid.shape, laid.stages
     if stages is None:
-        return plan_on(strategy, laid.model, laid.model, config, shape), None
+        return plan_on(strategy, laid.model, laid.whole, config, shape), None
     of_stage = {stage: plan_on(strategy, stages.parts[stage], laid.model, config, shape) for stage in stages.heaviest}
     fullest = max(of_stage, key=lambda stage: stages.memory_bytes(stage, of_stage[stage]))
     return of_stage[fullest], fullest
@@ -354,6 +358,8 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
                 f"--tensor {nearest_divisor(tensor, left)}"
             )
         shape = MeshShape({**shape.sizes, "data": left // tensor, "tensor": tensor})
+    if shape.sizes.get("island") == config.nodes:
+        shape = shape.without_islands()
     if shape.island_size is not None:
         raise ConfigError(
             f"--mesh {config.mesh}: here every node is an island of strategies that have any; nearest: "
@@ -457,6 +463,8 @@ def plan_on(
         plan = strategy.plan(model, grid, config.passes)
         is_adamw = name_of(config.optimizer) == ADAMW
         return plan if is_adamw else by_optimizer(plan, strategy, model, config.optimizer, grid)
+    if isinstance(strategy, IslandsMethod):
+        return strategy.plan_around(model, whole, grid, config.passes, shape.tensor)
     # Ranks of a stage are neighbours; those of a tensor axis lie between its replicas.
     on_node = min(max(1, grid.local_size // shape.tensor), num_replicas)
     on_node = on_node if num_replicas % on_node == 0 and grid.local_size % shape.tensor == 0 else 1

@@ -11,7 +11,7 @@ import tyro
 
 from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.flags import Also, flag
-from thinwire.layout.mesh import MeshShape
+from thinwire.layout.mesh import MeshShape, go_together
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class TrainConfig:
             return shape
         asked = {axis: (option, stated or 1) for axis, (option, stated) in self._asked.items()}
         several = {axis: pair for axis, pair in asked.items() if pair[1] > 1}
-        if len(several) > 1 and not any(several.keys() <= together for together in TOGETHER):
+        if not go_together(several):
             shown = " ".join(f"{option} {ranks}" for option, ranks in several.values())
             without = ", or ".join(f"{option} 1" for option, _ in several.values())
             raise ConfigError(f"{shown}: one run can't have both; nearest: {without}")
@@ -256,8 +256,6 @@ class TrainConfig:
         return min(1000, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
 
-# Axes that one run may have beside data.
-TOGETHER = {"sequence", "expert"}, {"pipeline", "tensor"}
 DEFAULTS = TrainConfig()
 AUTO = "auto"
 # Smallest value each number may have; None stands for "above zero".

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.checkpoint import WEIGHTS, CheckpointError, Piece, Source, latest, next_loss, verify
 from thinwire.checkpoint.folder import Manifest, verified_at
 from thinwire.collectives.store_gather import told_by_first
-from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.compose import Stage
 from thinwire.run.place import IslandPlace
 from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
@@ -80,29 +80,29 @@ class Origin:
         return replace(self, next_loss=None, why_unknown=why, rows=(row,))
 
 
-def leave_islands(source: Source, num_islands: int, optimizer: ParallelOptimizer, rank: int) -> Origin:
-    """Continue without islands, from the mean of their weights. A collective over all ranks.
+def leave_islands(source: Source, num_islands: int, stage: Stage, rank: int) -> Origin:
+    """Continue without islands, from the mean of their weights, on any mesh. A collective over all ranks.
 
     The first rank reads the other islands' checkpoints of the same step, beside `source`, the first island's.
     """
     means: dict[str, Tensor] = {}
     told: tuple[list[int], list[Row], float | None] = [], [], None
     if rank == 0:
-        sources, missing = islands_beside(source, num_islands)
+        sources, missing = islands_beside(source.folder, num_islands)
         means = mean_weights(list(sources.values()))
         losses = [next_loss(one.folder) for one in sources.values()]
         known = [loss for loss in losses if loss is not None]
         mean_loss = sum(known) / len(known) if len(known) == num_islands else None
         told = list(sources), missing, mean_loss
     (there, missing, mean_loss), names = told_by_first((told, list(means)), "the mean of the islands' weights")
-    shapes, comm = source.common["shapes"], optimizer.comm
+    shapes, comm = source.common["shapes"], stage.optimizer.everyone
     values = {name: means[name] if rank == 0 else torch.empty(shapes[name]) for name in names}
     for value in values.values():
         comm.wait(comm.broadcast_(value))
     rows: list[Row] = [("resume: weights of the islands", "carried", f"islands {there} have the same bits")]
     why = "the islands' losses of the next step are not all known"
     if values:
-        optimizer.adopt_weights(values)
+        stage.adopt_weights(values)
         rows = [("resume: weights of the islands", "transformed", f"the mean of those of islands {there}")]
         why = f"the weights are the mean of {len(there)} islands', with which no loss was taken"
     source.is_same = False
@@ -110,11 +110,14 @@ def leave_islands(source: Source, num_islands: int, optimizer: ParallelOptimizer
     return Origin(num_islands, True, None if values else mean_loss, why, tuple(rows))
 
 
-def islands_beside(source: Source, num_islands: int) -> tuple[dict[int, Source], list[Row]]:
-    """The sound checkpoints of all islands at the first one's step, by number; a row for each island without one."""
-    found, missing = {0: source}, []
+def islands_beside(first: Path, num_islands: int) -> tuple[dict[int, Source], list[Row]]:
+    """The sound checkpoints of all islands at the first one's step, by number; a row for each island without one.
+
+    They give whole tensors, whatever part of them this rank trains.
+    """
+    found, missing = {0: Source(first, 0)}, []
     for number in range(1, num_islands):
-        path = RunDir(source.folder.parent.parent).island(number).checkpoints / source.folder.name
+        path = RunDir(first.parent.parent).island(number).checkpoints / first.name
         try:
             verify(path)
             found[number] = Source(path, 0)

@@ -469,7 +469,7 @@ class Trainer:
         self.saver.last_step = position["step"]
         origin = Origin.of(source, before, has_own=has_own)
         if before > island.num_islands == 1 and not self.optimizer.has_islands:
-            origin = leave_islands(source, before, self.optimizer, self.place.rank)
+            origin = leave_islands(source, before, self.stage, self.place.rank)
         elif before != island.num_islands:
             origin = origin.with_islands(island.num_islands)
         if origin.next_loss is not None or not source.is_same:

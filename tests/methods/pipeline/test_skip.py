@@ -15,7 +15,6 @@ from thinwire.errors import ConfigError
 from thinwire.methods.pipeline import Costs, Pipeline, check, simulate
 from thinwire.methods.pipeline.conflicts import Busy, Forbidden, found_paths, shortest
 from thinwire.methods.pipeline.ground import Ground, problem_of
-from thinwire.methods.pipeline.placement import _Placement, placed
 from thinwire.methods.pipeline.skip import full_paths, path_length, planned_paths, random_paths, skipping, waves
 
 
@@ -138,19 +137,6 @@ def test_planned_paths_beat_random_ones_and_these_the_whole_pipeline() -> None:
         steps = [ground.makespan_s(paths) for paths in (planned, waves(drawn, 12), waves(full, 12))]
         wins += steps == sorted(steps)
     assert wins == 5
-
-
-def test_stages_are_placed_as_well_as_can_be() -> None:
-    ground = world(3, [2, 2, 2])
-    found = placed(ground.network, [2, 2, 2], 2**24, 2**28, 0.05, seed=1)
-    assert sorted(found) == [0, 0, 1, 1, 2, 2]
-    costs = _Placement(ground.network, 2**24, 2**28, 0.05)
-
-    def total(stages: tuple[int, ...]) -> float:
-        return costs.total(tuple(tuple(n for n in range(6) if stages[n] == stage) for stage in range(3)))
-
-    assert total(found) == min(map(total, set(permutations([0, 0, 1, 1, 2, 2]))))
-    assert found == placed(ground.network, [2, 2, 2], 2**24, 2**28, 0.05, seed=1)
 
 
 @pytest.mark.parametrize(

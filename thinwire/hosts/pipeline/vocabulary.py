@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,10 @@ class SpreadRows:
         length = min(share.length, self.own.num_real * width - share.offset)
         offset = share.offset + self.own.first * width
         return replace(share, offset=offset, length=length, numel=whole.numel()) if length > 0 else None
+
+    def part(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of whole tensors."""
+        return {name: self.own.part(value) if name in self.shapes else value for name, value in values.items()}
 
     def part_of_flat(self, name: str, values: Tensor) -> Tensor:
         """This rank's part of a whole parameter's values, both flat."""

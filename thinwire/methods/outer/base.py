@@ -10,7 +10,7 @@ from torch import nn
 
 from thinwire.codecs import Codec
 from thinwire.collectives import Peers, Topology
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.layout.fragments import cut
 from thinwire.layout.layout import Layout
 from thinwire.methods.front import Front
@@ -157,39 +157,65 @@ class IslandsMethod(Front, Method):
         It is the plan of an island's first rank, the only one that sends to other islands. If the inner strategy
         shards, whole weights are gathered inside the island for each exchange.
         """
+        return self.plan_around(model, model, topology, micro_batches)
+
+    def plan_around(
+        self, model: nn.Module, whole: nn.Module, topology: Topology, micro_batches: int, tensor: int = 1
+    ) -> MethodPlan:
+        """See `plan`, of islands with a tensor axis of `tensor` ranks: `model` is what a rank has of the `whole` one.
+
+        Islands exchange whole parameters. The ranks' word on a step goes to all of an island. Raises ConfigError for an
+        axis that islands don't hold.
+        """
+        if topology.local_size % tensor:
+            raise ConfigError(
+                f"a tensor axis of {tensor} ranks does not divide an island's {topology.local_size} ranks; nearest: "
+                f"{nearest_divisor(tensor, topology.local_size)}"
+            )
         method = self.outer()
-        island = Topology(1, topology.local_size)
+        island = Topology(1, topology.local_size // tensor)
         found = self.inner.plan(model, island, micro_batches)
-        fragments, spread = self.fragments(model), self._spread(model, topology)
+        inside = dict(found.sent)
+        if tensor > 1:
+            word = self.inner.plan(whole, Topology(1, 2), 1).sent["all_gather_exact", "intra"]
+            inside["all_gather_exact", "intra"] = word * (topology.local_size - 1)
+        fragments, spread = self.fragments(whole), self._spread(model, whole, topology, tensor)
         other = method.state(fragments).kept_bytes()
         if method.correction is not None:
-            parts = topology.local_size if self.inner.shards_optimizer else 1
+            parts = island.local_size if self.inner.shards_optimizer else 1
             kept = CorrectionState(trained_shapes(model)).kept_bytes()
             other |= {row: num_bytes // parts for row, num_bytes in kept.items()}
         if self.climb is not None:
             other["weights before the ascent"] = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
         return MethodPlan(
-            found.weights, found.gradients, found.optimizer, dict(found.sent) | spread, found.passing,
+            found.weights, found.gradients, found.optimizer, inside | spread, found.passing,
             crossing=spread[OPERATION, "inter"] + spread[COMMIT, "inter"],
             other=dict(found.other) | other,
         )  # fmt: skip
 
-    def _spread(self, model: nn.Module, topology: Topology) -> dict[tuple[str, str], int]:
-        """Bytes that an island's first rank sends to other islands in an exchange, spread over the steps between."""
-        method, fragments = self.outer(), self.fragments(model)
+    def _spread(
+        self, model: nn.Module, whole: nn.Module, topology: Topology, tensor: int = 1
+    ) -> dict[tuple[str, str], int]:
+        """Bytes that an island's first rank sends in an exchange, spread over the steps between; see `plan_around`."""
+        method, fragments = self.outer(), self.fragments(whole)
         others, neighbours, every = topology.num_nodes - 1, topology.local_size - 1, method.sync_every
-        whole = 4 * sum(shape.numel() for shape in trained_shapes(model).values())
+        parts, wholes = trained_shapes(model), trained_shapes(whole)
         messages = others * sum(message_bytes(method.codec, fragment.numel) for fragment in fragments)
         sent = {(OPERATION, "inter"): messages, (COMMIT, "inter"): others * len(fragments)}
         sent["broadcast", "intra"] = neighbours * sum(4 * (fragment.numel + NUM_WORDS) for fragment in fragments)
+        times, replicas = 1 + bool(method.mix), topology.local_size // tensor
+        cut_numel = sum(shape.numel() for name, shape in parts.items() if shape != wholes[name])
+        gathered = times * (tensor - 1) * 4 * cut_numel
         if self.inner.shards_optimizer:
-            sent["masters", "intra"] = (1 + bool(method.mix)) * neighbours * whole // topology.local_size
+            gathered += times * (replicas - 1) * 4 * sum(shape.numel() for shape in parts.values()) // replicas
+        if self.inner.shards_optimizer or gathered:
+            sent["masters", "intra"] = gathered
         return {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
 
     def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
         """The inner strategy's messages inside each island, then an average step's share of the islands' exchanges."""
         inside = self.inner.exchanges(model, Topology(1, topology.local_size), micro_batches)
-        return replace(inside, each=(*inside.each, *plain(self._spread(model, topology), END, FIRST)))
+        return replace(inside, each=(*inside.each, *plain(self._spread(model, model, topology), END, FIRST)))
 
 
 @dataclass(frozen=True)

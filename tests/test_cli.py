@@ -333,6 +333,8 @@ def test_a_dry_run_shows_the_table_and_the_configuration_and_writes_nothing(
     )
     table, _, written = capsys.readouterr().out.partition("\n\n")
     assert "--sdp4bit.inter-gradients: no effect (strategy powersgd does not use it)" in table
+    assert "strategy powersgd: powersgd (codecs: " in table and "topology: 1 node(s) x " in table
+    assert "sent per rank and step: " in table
     config = tomllib.loads(written)
     assert config["strategy"] == "powersgd" and config["powersgd"] == {"rank": 2} and config["tokens_per_step"] == 32
     assert "dry_run" not in config and not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()

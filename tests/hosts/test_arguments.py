@@ -20,7 +20,11 @@ FRONTS: dict[str, Any] = {
         model, method, optimizer, **given
     ),
     "parallelize": lambda model, optimizer, method, **given: thinwire.parallelize(
-        model, optimizer, None, [method], **given
+        model,
+        optimizer,
+        None,  # type: ignore[arg-type]
+        [method],
+        **given,
     ),
     "pipeline": lambda model, optimizer, method, **given: thinwire.pipeline(
         model, optimizer, method, stages=1, **given

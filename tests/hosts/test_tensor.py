@@ -335,8 +335,8 @@ def misused() -> list[str]:
             call(*args)
         said.append(str(caught.value))
 
-    for batches in (torch.ones(8, 4), []):
-        refused(stage.forward_backward, batches, loss_of)
+    refused(stage.forward_backward, torch.ones(8, 4), loss_of)
+    refused(stage.forward_backward, [], loss_of)
     refused(stage.forward_backward, [torch.ones(8, 4)], lambda batch: model(batch).mean())
     refused(stage.forward_backward, [torch.ones(8, 4)], lambda module, batch: module(batch))
     stage.forward_backward([torch.ones(8, 4)], loss_of)

@@ -98,7 +98,7 @@ def test_islands_may_be_cut(name: str, runs: RunsOfRanks) -> None:
 @pytest.mark.parametrize("name", ["mesh", "sdp4bit", *COVERED[:2]])
 def test_explain_knows_the_bytes_of_a_mesh(name: str, runs: RunsOfRanks) -> None:
     strategy, problems = {"mesh": "zero"}.get(name, name), Problems()
-    flags = ["--model", "tiny", "--seq-len", "16", "--nodes", "4", *CUT.split(), "--strategy", strategy]
+    flags = ["--model", "tiny", "--seq-len", "16", "--nodes", "2", *CUT.split(), "--strategy", strategy]
     found = explain(read_explain(flags, problems), problems)
     assert sum(found.plans[strategy].sent.values()) == runs[name]["sent_bytes_per_step"]
     assert any(asked == "tensor axis of 2 ranks" for asked, _, _ in found.notes)

@@ -218,7 +218,7 @@ class Trainer:
     def _tensor_row(self) -> Row:
         """A row about what torch sends on the tensor axis in a step, which no meter counts."""
         model, shape = self.engine.model, self.config.mesh_shape
-        of_model = model.model.config if isinstance(model, HFCausalLM) else model.config
+        of_model: Any = model.model.config if isinstance(model, HFCausalLM) else model.config
         tokens = self.batch.micro_batch * self.batch.accumulation * self.config.seq_len
         layers, itemsize = -(-of_model.num_hidden_layers // shape.pipeline), 2 if self.dtype == "bf16" else 4
         sent = activation_bytes(of_model, tokens, shape.tensor, layers, itemsize)

@@ -19,6 +19,7 @@ from thinwire.flags import CommandLine
 from thinwire.lab.command import LabOptions
 from thinwire.launch.line import GROUPS
 from thinwire.run.config import TrainConfig
+from thinwire.run.run_dir import RunDir
 
 
 @pytest.fixture
@@ -334,11 +335,19 @@ def test_a_dry_run_shows_the_table_and_the_configuration_and_writes_nothing(
     )
     table, _, written = capsys.readouterr().out.partition("\n\n")
     assert "--sdp4bit.inter-gradients: no effect (strategy powersgd does not use it)" in table
+    assert "strategy powersgd: powersgd (codecs: " in table and "topology: 1 node(s) x " in table
+    assert "sent per rank and step: " in table
     config = tomllib.loads(written)
     assert config["strategy"] == "powersgd" and config["powersgd"] == {"rank": 2} and config["tokens_per_step"] == 32
     assert "dry_run" not in config and not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
     with pytest.raises(ConfigError, match="2 problems"):
         train(tmp_path, text, "--dry-run", "--workers", "0", "--strategy", "sdp4")
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*tokenizer 'bad.json'.*model hf:bad: no such folder"):
+        train(tmp_path, text, "--dry-run", "--model", "hf:bad", "--tokenizer", "bad.json")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "config.toml").touch()
+    with pytest.raises(ConfigError, match="has runs; did you mean 'notes'"):
+        RunDir(tmp_path / "nots").check(0, resume=True, overwrite=False)
 
 
 def test_the_launcher_builds_the_strategy_once(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

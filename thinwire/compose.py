@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from thinwire.collectives import Communicator, Meter, Peers, Topology, WorldPeer
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.groups import reserve
 from thinwire.errors import ConfigError, Problems, nearest_divisor
+from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.experts import ExpertRanks, expert_parallel
 from thinwire.hosts.experts.parallel import check_experts, check_optimizer
 from thinwire.hosts.interface import ParallelOptimizer, apply
@@ -82,6 +84,9 @@ class Stage:
 
     pipeline: PipelineStage | None = None
     borders = ""
+    # The optimizer's step whose gradients `forward_backward` has made; None: no step's.
+    _made_for: int | None = None
+    _broke_off = False
 
     def __init__(
         self,
@@ -114,20 +119,44 @@ class Stage:
         Args:
             batches: the micro-batches of one step.
             loss: (module, micro-batch) -> its loss; by default the result of `module(*batch)`.
+
+        Raises ConfigError for what is no list of micro-batches, and for a loss that is not one number; RuntimeError for
+        a second call in one step, and after a call that failed in a backward.
         """
-        climb = self.optimizer.climb
-        if climb is None:
-            total = self._passes(batches, loss)
-        else:
-            parameters = list(self.module.parameters())
-            gpus = {param.device for param in parameters if param.is_cuda}
-            # What the first pass draws, such as dropout, the second one draws again.
-            with self.optimizer.no_sync(), torch.random.fork_rng(gpus):
+        with self._gradients_of_a_step(batches, loss):
+            climb = self.optimizer.climb
+            if climb is None:
                 total = self._passes(batches, loss)
-            with climb.uphill(parameters):
-                self._passes(batches, loss, climb.alpha)
-        self.optimizer.note_loss(total)
+            else:
+                parameters = list(self.module.parameters())
+                gpus = {param.device for param in parameters if param.is_cuda}
+                # What the first pass draws, such as dropout, the second one draws again.
+                with self.optimizer.no_sync(), torch.random.fork_rng(gpus):
+                    total = self._passes(batches, loss)
+                with climb.uphill(parameters):
+                    self._passes(batches, loss, climb.alpha)
+            self.optimizer.note_loss(total)
         return total
+
+    @contextmanager
+    def _gradients_of_a_step(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> Iterator[None]:
+        """Refuse what can't give the gradients of a step, and note whether the block has given them."""
+        check_passes(batches, loss)
+        self._refuse_after_failure()
+        if self._made_for == self.optimizer.steps:
+            raise RuntimeError(
+                "a second forward_backward in one step: give all micro-batches of a step to one call, as a list, and "
+                "call stage.step() after it"
+            )
+        yield
+        self._made_for, self._broke_off = self.optimizer.steps, False
+
+    def _refuse_after_failure(self) -> None:
+        if self._broke_off:
+            raise RuntimeError(
+                "an earlier forward_backward failed in a backward, and other ranks may wait for its gradients: end the "
+                "program on all ranks, and go on from a checkpoint"
+            )
 
     def _passes(self, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor], share: float = 1.0) -> float:
         """Add `share` times the gradient of the mean loss to the gradients. Return `share` times the mean loss."""
@@ -135,7 +164,8 @@ class Stage:
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
             with nullcontext() if is_last else self.optimizer.no_sync():
-                value = loss(self.module, batch) / (len(batches) / share)
+                value = checked_loss(loss(self.module, batch)) / (len(batches) / share)
+                self._broke_off = True
                 value.backward()
             # On its own device: to read it there would have the CPU wait for every micro-batch.
             total = total + value.detach().float()
@@ -146,9 +176,10 @@ class Stage:
         self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = lambda module, batch: module(*batch)
     ) -> float:
         """Mean over ranks of the loss that `forward_backward` would return for these micro-batches. A collective."""
+        check_passes(batches, loss)
         total = torch.zeros(())
         for batch in batches:
-            total += loss(self.module, batch).cpu() / len(batches)
+            total += checked_loss(loss(self.module, batch)).cpu() / len(batches)
         return self.optimizer.all_mean(float(total))
 
     @property
@@ -168,8 +199,10 @@ class Stage:
     def reduce(self) -> Tensor:
         """Wait for the mean gradient, and agree with all ranks of the mesh on its norm, the loss and stopping.
 
-        Returns the 2-norm of the whole gradient, fp64 scalar. Each element of the model counts once.
+        Returns the 2-norm of the whole gradient, fp64 scalar. Each element of the model counts once. Raises
+        RuntimeError after a `forward_backward` that failed in a backward.
         """
+        self._refuse_after_failure()
         return self.optimizer.reduce()
 
     def update(self, max_norm: float = math.inf) -> Tensor:
@@ -177,9 +210,11 @@ class Stage:
 
         All ranks skip a step whose gradient is not finite. Returns the norm before clipping.
         """
+        self._refuse_after_failure()
         norm = self.optimizer.clip_grad_norm_(max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._made_for = None
         return norm
 
     def step(self, max_norm: float = math.inf) -> Tensor:
@@ -214,6 +249,7 @@ class Stage:
 
     def restore(self, source: Source) -> None:
         """Continue from a checkpoint of any mesh, and note what became of each of its parts. A collective."""
+        self._made_for = None
         if self._cut is not None:
             source.place_piece = self._cut.piece_of_whole
             source.part_of = self._cut.part_of_flat
@@ -239,6 +275,34 @@ class Stage:
             if axis is not None:
                 axis.close()
         self.optimizer.close()
+
+
+def check_passes(batches: object, loss: Callable[[Any, Any], Tensor]) -> None:
+    """Raise ConfigError for what is no list of micro-batches, or a loss that can't be called for one of them."""
+    if not isinstance(batches, Sequence) or isinstance(batches, str) or not batches:
+        shape = f" of shape {list(batches.shape)}" if isinstance(batches, Tensor) else ""
+        given = "an empty list" if isinstance(batches, Sequence) else f"a {type(batches).__name__}{shape}"
+        raise ConfigError(f"micro-batches of a step: got {given}, must be a list of at least one; nearest: [batch]")
+    try:
+        called = inspect.signature(loss)
+    except ValueError:
+        # A built-in function states no parameters.
+        return
+    try:
+        called.bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the loss takes {called}, and is called as loss(module, micro-batch): {error}; nearest: "
+            "lambda module, batch: module(batch).mean()"
+        ) from None
+
+
+def checked_loss(value: object) -> Tensor:
+    """The loss of a micro-batch. Raises ConfigError if it is not one number in a tensor."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value
+    given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ConfigError(f"the loss gives {given}, must be a tensor of one number; nearest: its mean()")
 
 
 class PipelinedStage(Stage):
@@ -273,9 +337,11 @@ class PipelinedStage(Stage):
         after `reduce` every rank has it as `optimizer.mean_loss`. Raises ConfigError for a number of batches that does
         not fit the plan.
         """
-        return self.pipeline.forward_backward(batches, loss)
+        with self._gradients_of_a_step(batches, loss):
+            return self.pipeline.forward_backward(batches, loss)
 
     def next_loss(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = models_own) -> float:
+        check_passes(batches, loss)
         return self.pipeline.next_loss(batches, loss)
 
     def update(self, max_norm: float = math.inf) -> Tensor:
@@ -363,6 +429,9 @@ def pipeline(
 
     Raises ConfigError that lists everything that does not fit, before anything is sent.
     """
+    check_arguments("pipeline", model, optimizer, stages=stages, tensor=tensor, local_size=local_size, overlap=overlap,
+        seed=seed, timeout_s=timeout_s, checked=checked, announce=announce,
+    )  # fmt: skip
     world_size = dist.get_world_size()
     for what, ranks, left in (("stages", stages, world_size), ("tensor ranks", tensor, world_size // max(1, stages))):
         if ranks < 1 or left % ranks:
@@ -441,6 +510,9 @@ def parallelize(
     method, two methods for one axis, everything that a method refuses, and parameters that do not fit the tensor axis.
     Then ranks compare their arguments; raises ConfigError that names the first difference.
     """
+    check_arguments("parallelize", model, optimizer, local_size=local_size, overlap=overlap, seed=seed,
+        timeout_s=timeout_s, checked=checked, announce=announce,
+    )  # fmt: skip
     given = AxisMethods.of(methods, model, mesh)
     check_joint(optimizer, sizes_of(mesh))
     alike = {"methods": given.alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
@@ -519,6 +591,7 @@ class AxisMethods:
         """The methods by their axes, with the ranks of the mesh. Raises ConfigError with all that does not fit."""
         if not isinstance(methods, Sequence) or isinstance(methods, str):
             raise ConfigError(f"methods must be a list, such as [{methods!r}]")
+        check_mesh(mesh)
         pipelines = [method for method in methods if isinstance(method, Pipeline)]
         sequences = [method for method in methods if isinstance(method, SequenceParallel)]
         experts = [method for method in methods if isinstance(method, ExpertParallel)]
@@ -710,25 +783,23 @@ def expert_problems(
 def composed(methods: Sequence[Method | Connected], mesh: DeviceMesh) -> Method | Connected:
     """One method made of all: that of the data axis becomes the `inner` of an islands method. Raises ConfigError."""
     for method in methods:
-        if isinstance(method, str):
-            raise ConfigError(f"{method!r} is a name: give the method itself, as thinwire.strategy_named({method!r})")
-        if isinstance(method, type):
-            raise ConfigError(f"{method.__name__} is a class: give the method itself, as {method.__name__}()")
+        check_instance(method)
     outer = [method for method in methods if isinstance(method, IslandsMethod | Connected)]
     inner = [method for method in methods if not isinstance(method, IslandsMethod | Connected)]
     given, has_islands = ", ".join(type(method).__name__ for method in methods) or "none", "island" in names_of(mesh)
+    kept = f"thinwire.{type(inner[0]).__name__ if inner else 'Zero'}()"
     if has_islands and (len(outer) != 1 or isinstance(outer[0], Connected)):
         raise ConfigError(
-            f"the island axis takes one method of islands, not {given}; nearest: [thinwire.DiLoCo(), thinwire.Zero()], "
+            f"the island axis takes one method of islands, not {given}; nearest: [thinwire.DiLoCo(), {kept}], "
             "or a mesh without that axis"
         )
-    if len(inner) > 1 or len(methods) > 1 + has_islands or not methods:
-        raise ConfigError(f"the data axis takes one method, not {given}; nearest: [thinwire.Zero()]")
-    if not has_islands and isinstance(outer[0] if outer else None, IslandsMethod):
+    if not has_islands and (of_islands := next((one for one in outer if isinstance(one, IslandsMethod)), None)):
         raise ConfigError(
-            f"{given} works on the island axis, and the mesh {shape_of(mesh)} has none; nearest: "
-            f"island=1,{shape_of(mesh)}"
+            f"{type(of_islands).__name__} works on the island axis, and the mesh {shape_of(mesh)} has none; nearest: "
+            f"island=1,{shape_of(mesh)}" + (f", or [{kept}] alone" if inner else "")
         )
+    if len(inner) > 1 or len(methods) > 1 + has_islands or not methods:
+        raise ConfigError(f"the data axis takes one method, not {given}; nearest: [{kept}]")
     if not outer:
         return inner[0]
     (islands,) = outer
@@ -768,6 +839,15 @@ def check_joint(optimizer: torch.optim.Optimizer, sizes: Mapping[str, int]) -> N
         raise ConfigError(
             f"{type(optimizer).__name__} looks across all parameters, of which ranks of the {parts[0]} axis have "
             "others; nearest: AdamW, or thinwire.Muon"
+        )
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise ConfigError for what is no DeviceMesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"parallelize got {mesh!r} as its mesh: must be a DeviceMesh; nearest: torch.distributed.init_device_mesh("
+            "'cpu', (2,), mesh_dim_names=('data',))"
         )
 
 

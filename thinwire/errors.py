@@ -6,11 +6,15 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+# Python counts booleans as numbers, but no user means them so.
+NUMBERS: dict[Any, type] = {int: Integral, float: Real}
 
 
 class ThinwireError(Exception):
@@ -121,3 +125,29 @@ def type_name(hint: Any) -> str:
         return f"a list of {type_name(get_args(hint)[0]).removeprefix('a ')}s"
     types = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     return types.get(hint) or f"a {hint.__name__}"
+
+
+def check_types(options: Any) -> None:
+    """Raise ConfigError for the first field of a dataclass whose value does not have the declared type.
+
+    Without this check, "no" would be true, and 2.5 bits or a group of True would fail much later.
+    """
+    hints = get_type_hints(type(options))
+    for item in fields(options):
+        value = getattr(options, item.name)
+        if not fits(value, hints[item.name]):
+            what = f"{item.name} {value!r} of {type(options).__name__}"
+            raise ConfigError(f"{what}: must be {type_name(hints[item.name])}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is valid for a field of this type. A whole number fits any number, a list fits a tuple."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(fits(value, option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and all(fits(item, get_args(hint)[0]) for item in value)
+    if hint in NUMBERS:
+        return isinstance(value, NUMBERS[hint]) and not isinstance(value, bool)
+    return isinstance(value, hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
@@ -339,6 +340,8 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
             pass
         is_choice = get_origin(option.hint) is Literal
         close = nearest(words[0], map(str, get_args(option.hint))) if is_choice else such_as
+        if option.hint in (float, float | None) and (short := re.fullmatch(r"([\d.]+)([kmbt])", words[0].lower())):
+            close = f"; nearest: {short[1]}e{3 * 'kmbt'.index(short[2]) + 3}"
         wrong.append(f"{name} {' '.join(words)}: must be {kind}{close}")
         return UNSET
 

@@ -133,7 +133,7 @@ def test_adapters_import_without_transformers() -> None:
         "except thinwire.ConfigError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "pip install 'thinwire[hf]'" in done.stdout
+    assert "pip install -e '.[hf]' in thinwire's folder" in done.stdout
 
 
 @dataclasses.dataclass(frozen=True)

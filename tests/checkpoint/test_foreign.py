@@ -257,3 +257,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_import_says_what_is_wrong(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         cli.run(["import", str(tmp_path), str(tmp_path / "out"), *flags])
+
+
+def test_a_broken_config_is_named_beside_an_unknown_format(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*looks like none of them.*config.json is not JSON"):
+        cli.run(["import", str(tmp_path), str(tmp_path / "out")])

@@ -106,7 +106,13 @@ def test_a_missing_path_names_its_nearest_sibling(tmp_path: Path) -> None:
     fill(tmp_path, corpus_txt="x", other_md="y")
     with pytest.raises(ConfigError, match=r"did you mean '.*corpus.txt'"):
         list(documents(str(tmp_path / "corpsu.txt")))
-    with pytest.raises(ConfigError, match=r"holds corpus.txt, other.md"):
+    (tmp_path / "nodes.txt").write_text("z")
+    with pytest.raises(ConfigError, match=r"holds nothing$"):
+        list(documents(f"{tmp_path}/nots/"))
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ConfigError, match=r"did you mean '.*notes'"):
+        list(documents(f"{tmp_path}/nots/"))
+    with pytest.raises(ConfigError, match=r"holds corpus.txt, nodes.txt, notes, other.md"):
         list(documents(str(tmp_path / "zzz")))
     with pytest.raises(ConfigError, match=r"folder '.*nowhere' does not exist either"):
         list(documents(str(tmp_path / "nowhere" / "corpus.txt")))

@@ -24,6 +24,7 @@ from thinwire import (
     TwoWay,
     compress_ddp,
 )
+from thinwire.collectives import Topology
 from thinwire.compose import apply
 from thinwire.methods.data.torch_powersgd import TorchPowerSGD
 from thinwire.methods.data.zero_compressed import ZeroCompressed
@@ -31,6 +32,7 @@ from thinwire.methods.interface import Method
 from thinwire.methods.plain_ddp import DDP
 from thinwire.registry import strategy_named
 from thinwire.state.clipping import Clipping
+from thinwire.state.memory import Place
 
 
 @pytest.mark.parametrize(
@@ -156,6 +158,13 @@ def test_the_start_table_says_what_is_in_effect() -> None:
     assert described["bytes sent"].startswith("by formula")
     # (64 + 64) * 4 + 64 elements of 4 bytes, 2 (P-1)/P of them, and 24 bytes of agreement.
     assert described["sent per rank and step"] == f"{(576 * 4 + 24) / 1e6:.3f} MB"
+
+
+def test_a_rank_above_every_matrix_is_warned_of() -> None:
+    for rank, warned in ((100_000, "2 times smaller; nearest: rank 15"), (4, "")):
+        place = Place({"weight": torch.Size([64, 64]), "bias": torch.Size([64])}, Topology(2, 1), 0)
+        whys = [why for asked, _, why in PowerSGD(rank=rank).reduction(place, 0).rows() if asked == "WARNING"]
+        assert whys[0].endswith(warned) if warned else not whys
 
 
 WITH_RESIDUALS: tuple[Method, ...] = (

@@ -243,6 +243,8 @@ def refused(rank: int, world_size: int) -> list[str]:
 
     with_mesh(("island", "data"), [thinwire.Zero()])
     with_mesh(("data",), [thinwire.DiLoCo()])
+    with_mesh(("data", "tensor"), [thinwire.DiLoCo(sync_every=5), thinwire.SDP4Bit()])
+    with_mesh(("data",), [thinwire.SDP4Bit(), thinwire.Zero()])
     with_mesh(("island", "data"), [thinwire.DiLoCo(inner=thinwire.Zero()), thinwire.SDP4Bit()])
     with_mesh(("island", "data"), [thinwire.DiLoCo(), thinwire.OneByte()])
     with_mesh(("tensor", "data"), [thinwire.OneByte()])
@@ -250,9 +252,12 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_choice() -> None:
-    bare, axisless, twice, inner, both = run_workers(refused, 2)[0]
+    bare, axisless, beside, two, twice, inner, both = run_workers(refused, 2)[0]
     assert "the island axis takes one method of islands, not Zero; nearest: [thinwire.DiLoCo(), " in bare
     assert "DiLoCo works on the island axis, and the mesh data=2 has none; nearest: island=1,data=2" in axisless
+    none = "DiLoCo works on the island axis, and the mesh data=2,tensor=1 has none; nearest: island=1,data=2,tensor=1"
+    assert none + ", or [thinwire.SDP4Bit()] alone" in beside
+    assert "takes one method, not SDP4Bit, Zero; nearest: [thinwire.SDP4Bit()]" in two
     assert "two methods for the data axis, Zero as inner= and SDP4Bit" in twice
     assert "one-byte inside an island keeps a log" in inner
     # The true cause comes first, and nothing is told one at a time.

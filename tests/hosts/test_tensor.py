@@ -319,11 +319,44 @@ def refusals(rank: int, world_size: int) -> list[str]:
     with pytest.raises(thinwire.ConfigError) as caught:
         with_mesh(uneven, mesh, [thinwire.Zero()])
     said.append(str(caught.value))
+    return [*said, *misused()]
+
+
+def misused() -> list[str]:
+    """What a Stage says of a step that is none."""
+    mesh, model, said = init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), nn.Linear(4, 4), []
+    stage = parallelize(model, adamw(model), mesh, [thinwire.Zero()], local_size=1, announce=False)
+
+    def loss_of(module: Any, batch: Any) -> torch.Tensor:
+        return module(batch).mean()
+
+    def refused(call: Any, *args: Any) -> None:
+        with pytest.raises((thinwire.ConfigError, RuntimeError)) as caught:
+            call(*args)
+        said.append(str(caught.value))
+
+    refused(stage.forward_backward, torch.ones(8, 4), loss_of)
+    refused(stage.forward_backward, [], loss_of)
+    refused(stage.forward_backward, [torch.ones(8, 4)], lambda batch: model(batch).mean())
+    refused(stage.forward_backward, [torch.ones(8, 4)], lambda module, batch: module(batch))
+    stage.forward_backward([torch.ones(8, 4)], loss_of)
+    refused(stage.forward_backward, [torch.ones(8, 4)], loss_of)
+    stage.step()
+    model.weight.register_hook(lambda grad: grad.reshape(2, 3))
+    refused(stage.forward_backward, [torch.ones(8, 4)], loss_of)
+    refused(stage.step)
     return said
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_choice() -> None:
-    uncut, missing, nameless, misspelt, dataless, short, uneven = run_workers(refusals, 2)[0]
+    uncut, missing, nameless, misspelt, dataless, short, uneven, *misuses = run_workers(refusals, 2)[0]
+    tensor, empty, one_argument, many_numbers, second, _, after_failure = misuses
+    assert "a Tensor of shape [8, 4], must be a list of at least one; nearest: [batch]" in tensor
+    assert "an empty list, must be a list of at least one; nearest: [batch]" in empty
+    assert "the loss takes (batch), and is called as loss(module, micro-batch)" in one_argument
+    assert "the loss gives a tensor of shape [8, 4], must be a tensor of one number" in many_numbers
+    assert "a second forward_backward in one step" in second
+    assert "an earlier forward_backward failed in a backward" in after_failure
     assert "no parameter is cut over it" in uncut and "parallelize_module" in uncut
     assert "the data axis takes one method, not none; nearest: [thinwire.Zero()]" in missing
     assert "mesh_dim_names" in nameless

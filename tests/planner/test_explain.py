@@ -196,6 +196,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         (["--nodes", "0"], "--nodes 0: must be from 1 to 1,000,000; nearest: 1"),
         (["--nodes", "1234567"], "--nodes 1,234,567: must be from 1 to 1,000,000; nearest: 1,000,000"),
         (["--parameters", "1.5"], "--parameters 1.5: must be a whole number; nearest: 2"),
+        (["--parameters", "7b"], "--parameters 7b: must be a number; nearest: 7e9"),
         (["--parameters", "0.5"], "--parameters 0.5: must be from 1 to 1,000,000,000,000,000; nearest: 1"),
         (["--parameters", "nan"], "--parameters nan: must be from 1"),
     ):

@@ -19,7 +19,7 @@ SMALL = (
     "--dtype", "fp32", "--eval-sequences", "8", "--sample-tokens", "2", "--timeout", "120", "--steps", str(STEPS),
 )  # fmt: skip
 MESH = ("--mesh", "data=2,tensor=2")
-CUT = "--mesh data=2,tensor=2 --local-size 1"
+CUT = "--mesh data=2,tensor=2 --local-size 2"
 WHOLE = "--mesh data=2 --local-size 1"
 STOP = f"--stop-at {SAVED}"
 FP32 = " ".join(f"--frontier.{option}=fp32" for option in ("weights", "intra-gradients", "inter-gradients", "refresh"))
@@ -67,7 +67,10 @@ COVERED = [pytest.param(name, marks=pytest.mark.whole) for name in ("ddp", "fsdp
 def test_a_tensor_axis_changes_no_loss_and_no_norm(name: str, runs: RunsOfRanks) -> None:
     for step, found in by_step(runs[name]).items():
         assert found == pytest.approx(by_step(runs["alone"])[step], rel=1e-5), step
-    assert "mesh: data=2,tensor=2" in runs[name]["printed"]
+    printed = runs[name]["printed"]
+    assert "mesh: data=2,tensor=2" in printed and "whole mesh: 2 node(s) x 2 rank(s)" in printed
+    assert "ranks of a tensor axis send each other, a step: about" in printed
+    assert "bytes, without those of the tensor axis, which torch sends" in printed
     assert runs[name]["world_size"] == 4
 
 
@@ -107,7 +110,7 @@ def test_any_mesh_goes_on_from_the_mean_of_the_islands_weights(name: str, runs: 
 @pytest.mark.parametrize("name", ["mesh", "sdp4bit", *COVERED[:2]])
 def test_explain_knows_the_bytes_of_a_mesh(name: str, runs: RunsOfRanks) -> None:
     strategy, problems = {"mesh": "zero"}.get(name, name), Problems()
-    flags = ["--model", "tiny", "--seq-len", "16", "--nodes", "4", *CUT.split(), "--strategy", strategy]
+    flags = ["--model", "tiny", "--seq-len", "16", "--nodes", "2", *CUT.split(), "--strategy", strategy]
     found = explain(read_explain(flags, problems), problems)
     assert sum(found.plans[strategy].sent.values()) == runs[name]["sent_bytes_per_step"]
     assert any(asked == "tensor axis of 2 ranks" for asked, _, _ in found.notes)
@@ -133,6 +136,7 @@ def test_explain_knows_what_cut_islands_exchange(runs: RunsOfRanks) -> None:
     ("flags", "message"),
     [
         (("--mesh", "data=2,tensor=3"), r"--mesh data=2,tensor=3 has 6 ranks and the run has 4: .*nearest: --mesh"),
+        ((*MESH, "--local-size", "1"), "a tensor axis of 2 ranks would span nodes.*nearest: --local-size 2"),
         (("--mesh", "data=2,tensr=2"), "; nearest: tensor"),
         (("--mesh", "data=two"), "must be AXIS=RANKS"),
         (("--mesh", "data=2,expert=2"), "nearest: a mixture such as moe-demo"),

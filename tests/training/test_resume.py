@@ -64,6 +64,11 @@ def test_another_layout_goes_on_where_the_last_sound_checkpoint_was(runner: Comm
     code, out, err = finish(runner.start(*runner.again("run"), "--strategy", "zero", "--workers", "2"))
     assert code == 1 and "Traceback" not in err
     assert "the resumed run does not continue the saved one" in err and "--allow-resume-drift" in err
+    # Fewer steps than are done.
+    code, out, err = finish(runner.start(*runner.again("run"), "--steps", "3"))
+    assert code == 2 and "--resume: step 4 is past --steps 3; nearest: --steps 5" in err, err
+    code, out, err = finish(runner.start(*runner.again("run"), "--steps", "4", "--dry-run"))
+    assert code == 0 and "no step of --steps 4 is left: it measures and reports again, and trains nothing" in out, err
     # The layout of before, and an optimizer that can't take over what was saved.
     other = ["--strategy", "zero", "--workers", "2", "--optimizer", "sgd[momentum=0.5]", "--allow-resume-drift"]
     code, out, err = finish(runner.start(*runner.again("run"), *other))

@@ -42,5 +42,7 @@ def attach(
         return compress_ddp(module, method, optimizer=optimizer, **options)
     raise ConfigError(
         f"nothing of this {type(module).__name__} is sharded: call accelerator.prepare(model, optimizer) or "
-        "torch.distributed.fsdp.fully_shard first"
+        "torch.distributed.fsdp.fully_shard first; in a Trainer, load the model with "
+        "from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=RANKS)), or on GPUs set "
+        "TrainingArguments(fsdp=True)"
     )

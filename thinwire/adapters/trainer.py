@@ -37,7 +37,9 @@ class CompressionCallback(TrainerCallback):
 
     def __init__(self, method: Any, **options: Any) -> None:
         if missing is not None:
-            raise ConfigError(f"the callback needs transformers: pip install 'thinwire[hf]' ({missing})")
+            raise ConfigError(
+                f"the callback needs transformers: pip install -e '.[hf]' in thinwire's folder ({missing})"
+            )
         self.method = method
         self.options = options
         self.handle: CompressedFSDP | CompressedDDP | None = None

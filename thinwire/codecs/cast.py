@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.spelling import spelled
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, check_types, nearest
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,6 +28,7 @@ class Cast(Codec):
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.dtype not in DTYPES:
             raise ConfigError(f"cast dtype {self.dtype!r} is unknown{nearest(str(self.dtype), DTYPES)}")
 

@@ -12,7 +12,7 @@ from thinwire.codecs import backends
 from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.integer import Integer
 from thinwire.codecs.spelling import Number, spelled
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, check_types
 
 INT4 = Integer()
 
@@ -35,6 +35,7 @@ class Hadamard(Codec):
     block_size: int = 32
 
     def __post_init__(self) -> None:
+        check_types(self)
         size = self.block_size
         if size < 2 or size & (size - 1):
             close = 2 if size < 2 else 1 << round(math.log2(size))

@@ -13,6 +13,7 @@ from thinwire.codecs.base import Traits
 from thinwire.codecs.grouped import SCALES, Grouped
 from thinwire.codecs.layout import LANES
 from thinwire.codecs.spelling import Number, Word, spelled
+from thinwire.errors import check_types
 
 # An fp32 scale is a number where its bits are below.
 INF_BITS = 0x7F800000
@@ -38,6 +39,7 @@ class Integer(Grouped):
     scale: str = "fp32"
 
     def __post_init__(self) -> None:
+        check_types(self)
         checks.width("integer bits", self.bits, WIDTHS)
         checks.one_of("integer rounding", self.rounding, ROUNDINGS)
         self.check_groups("integer")

@@ -14,6 +14,7 @@ from thinwire.codecs.grouped import SCALES, Grouped
 from thinwire.codecs.integer import ROUNDINGS, WIDTHS
 from thinwire.codecs.random import draws, noise_keys
 from thinwire.codecs.spelling import Number, Word, spelled
+from thinwire.errors import check_types
 
 
 @spelled(
@@ -41,6 +42,7 @@ class Natural(Grouped):
     scale: str = "fp32"
 
     def __post_init__(self) -> None:
+        check_types(self)
         checks.width("natural bits", self.bits, WIDTHS)
         checks.one_of("natural rounding", self.rounding, ROUNDINGS)
         self.check_groups("natural")

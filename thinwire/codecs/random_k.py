@@ -16,7 +16,7 @@ from thinwire.codecs.identity import Identity
 from thinwire.codecs.random import MASK64, derive_seed, draws, noise_keys
 from thinwire.codecs.sketch import UNBIASED
 from thinwire.codecs.spelling import Number, spelled
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, check_types
 
 FP32 = Identity()
 PICK = 2  # part of the picks' seed, so that they are independent of the rounding of values
@@ -59,6 +59,7 @@ class RandomK(Fused):
     unbiased: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         checks.whole_number("randomk every", self.every, 2, MAX_EVERY)
 
     @property

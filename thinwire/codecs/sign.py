@@ -12,6 +12,7 @@ from thinwire.codecs import backends, checks, reference
 from thinwire.codecs.base import Traits
 from thinwire.codecs.grouped import SCALES, Grouped
 from thinwire.codecs.spelling import Word, spelled
+from thinwire.errors import check_types
 
 NORMS: tuple[str, ...] = ("l1", "l2")
 
@@ -36,6 +37,7 @@ class Sign(Grouped):
     scale: str = "fp32"
 
     def __post_init__(self) -> None:
+        check_types(self)
         checks.one_of("sign norm", self.norm, NORMS)
         self.check_groups("sign")
 

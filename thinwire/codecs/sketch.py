@@ -16,7 +16,7 @@ from thinwire.codecs import backends, checks, shared
 from thinwire.codecs.base import Traits
 from thinwire.codecs.fused import Fused
 from thinwire.codecs.spelling import Word
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, check_types
 
 UNBIASED = Word("unbiased", {"unbiased": True, "biased": False})
 
@@ -50,6 +50,7 @@ class LinearSketch(Fused):
     unbiased: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         name = type(self).__name__.lower()
         checks.whole_number(f"{name} group", self.group, 2, 1 << 20)
         checks.whole_number(f"{name} ratio", self.ratio, 2, self.group)

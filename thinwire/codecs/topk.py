@@ -14,6 +14,7 @@ from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.cast import Cast
 from thinwire.codecs.fused import Fused
 from thinwire.codecs.spelling import Number, percent_of, share_of, spelled
+from thinwire.errors import check_types
 
 BF16 = Cast("bf16")
 
@@ -36,6 +37,7 @@ class TopK(Fused):
     values: Codec = BF16
 
     def __post_init__(self) -> None:
+        check_types(self)
         checks.whole_number(f"{self._name} group", self.group, 1, 1 << 24)
         checks.fraction(f"{self._name} density", self.density, 1 / self.group)
 

@@ -11,7 +11,7 @@ from thinwire.codecs.base import Codec, Traits
 from thinwire.codecs.random import derive_seed
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.spelling import spelled
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, check_types
 
 SIGNS = Sign()
 
@@ -33,6 +33,7 @@ class Twice(Codec):
     repeated: Codec = SIGNS
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.repeated.traits.lossless or self.repeated.has_variable_length:
             why = "loses nothing" if self.repeated.traits.lossless else "has packets of variable length"
             raise ConfigError(f"twice around {self.repeated}, which {why}: take another codec, such as {SIGNS}")

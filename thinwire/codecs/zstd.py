@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, Rotation, Traits
 from thinwire.codecs.integer import Integer
 from thinwire.codecs.spelling import Number, spelled
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, check_types
 
 HEADER_BYTES = 4
 INT4 = Integer()
@@ -37,6 +37,7 @@ class Zstd(Codec):
     level: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not 1 <= self.level <= 19:
             raise ConfigError(f"zstd level {self.level}: must be 1 to 19; nearest is {min(max(self.level, 1), 19)}")
         if isinstance(self.coded, Zstd):

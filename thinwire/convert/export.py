@@ -62,7 +62,7 @@ def check_transformers() -> None:
         import transformers  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "export loads its result with transformers, which is missing: pip install thinwire[hf]"
+            "export loads its result with transformers, which is missing: pip install -e '.[hf]' in thinwire's folder"
         ) from None
 
 

@@ -17,7 +17,7 @@ from thinwire.checkpoint.foreign import FORMATS, Sizes, consolidate, detect
 from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.options import ImportConfig
 from thinwire.convert.tokenizer import copy_beside
-from thinwire.errors import ConfigError, first_few, nearest
+from thinwire.errors import ConfigError, Problems, first_few, nearest
 from thinwire.models.hf import refuse_pickles, skeleton_hf
 
 CONFIG = "config.json"
@@ -45,11 +45,12 @@ def import_checkpoint(config: ImportConfig) -> Imported:
         raise ConfigError(f"{source}: no such folder")
     if config.format == "hf" or not any(known.fits(source) for known in FORMATS.values()):
         refuse_pickles(source)
-    name = detect(source) if config.format == "auto" else config.format
-    if name not in FORMATS:
-        raise ConfigError(f"--format {name}: no such format{nearest(name, [*FORMATS, 'auto'])}")
-    config_file = find_config(source, config.config)
-    settings = read_config(config_file)
+    problems = Problems()
+    name = problems.note(format_of, source, config.format)
+    config_file = problems.note(find_config, source, config.config)
+    settings = problems.note(read_config, config_file) if config_file is not None else None
+    problems.raise_any()
+    assert name is not None and config_file is not None and settings is not None
     known = FORMATS[name]
     with new_folder(Path(config.folder)) as folder, families_named(settings, config.source, name):
         rules = known.rules(Sizes.from_config(settings))
@@ -60,6 +61,14 @@ def import_checkpoint(config: ImportConfig) -> Imported:
     num_parameters = sum(shape.numel() for shape in shapes.values())
     architecture = ", ".join(settings.get("architectures") or [str(settings.get("model_type"))])
     return Imported(name, len(shapes), num_parameters, architecture)
+
+
+def format_of(source: Path, stated: str) -> str:
+    """The name of the folder's format. Raises ConfigError if it can't be told, or if the stated one is unknown."""
+    name = detect(source) if stated == "auto" else stated
+    if name not in FORMATS:
+        raise ConfigError(f"--format {name}: no such format{nearest(name, [*FORMATS, 'auto'])}")
+    return name
 
 
 @contextmanager

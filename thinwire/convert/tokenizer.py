@@ -52,7 +52,9 @@ def write_bytes(folder: Path) -> None:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
-        raise ConfigError("export of a run with --tokenizer bytes needs tokenizers: pip install thinwire[hf]") from None
+        raise ConfigError(
+            "export of a run with --tokenizer bytes needs tokenizers: pip install -e '.[hf]' in thinwire's folder"
+        ) from None
     vocab = {byte_symbol(byte): byte for byte in range(255)} | {BYTES_END: 255}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -100,7 +100,7 @@ def place_of(spec: str) -> Path | None:
         raise ConfigError("data '': give 'stdlib', a file, a folder, or hf:NAME")
     path = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser().absolute()
     if not path.exists():
-        raise ConfigError(f"data {spec!r}: no such file or folder{nearest_sibling(path)}")
+        raise ConfigError(f"data {spec!r}: no such file or folder{nearest_sibling(path, spec.endswith('/'))}")
     return path
 
 
@@ -149,15 +149,18 @@ def folder_files(root: Path) -> list[Path]:
     return files
 
 
-def nearest_sibling(path: Path) -> str:
-    """Tail of an error message about a missing path: the closest name beside it, or the missing folder."""
+def nearest_sibling(path: Path, is_folder: bool = False) -> str:
+    """Tail of an error message about a missing path: the closest name beside it, or the missing folder.
+
+    is_folder: only folders are meant.
+    """
     if not path.parent.is_dir():
         return f"; folder {str(path.parent)!r} does not exist either"
     try:
-        beside = sorted(p.name for p in path.parent.iterdir())
+        beside = sorted(p.name for p in path.parent.iterdir() if not is_folder or p.is_dir())
     except OSError as error:
         return f"; {str(path.parent)!r} cannot be listed: {error.strerror}"
-    close = difflib.get_close_matches(path.name, ["stdlib", *beside], n=1, cutoff=0.4)
+    close = difflib.get_close_matches(path.name, ["stdlib", *beside], n=1, cutoff=0.6)
     if not close and path.parent == path.parent.parent:
         # Don't suggest folders of the system.
         return ""
@@ -210,7 +213,7 @@ def read_parquet(path: Path, text_field: str) -> Iterator[str]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(f"data {str(path)!r}: needs pyarrow; pip install thinwire[hf]") from None
+        raise ConfigError(f"data {str(path)!r}: needs pyarrow; pip install -e '.[hf]' in thinwire's folder") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             check_field(file.schema_arrow.names, text_field, f"data {str(path)!r}")
@@ -226,7 +229,7 @@ def read_hf(name: str, text_field: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"data hf:{name}: needs datasets; pip install thinwire[hf]") from None
+        raise ConfigError(f"data hf:{name}: needs datasets; pip install -e '.[hf]' in thinwire's folder") from None
     path, _, config = name.partition(":")
     if not path:
         raise ConfigError(f"data hf:{name}: give the name of a dataset, hf:NAME or hf:NAME:CONFIG")

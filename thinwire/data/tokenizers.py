@@ -62,7 +62,9 @@ class FileTokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise ConfigError(f"tokenizer {str(path)!r}: needs tokenizers; pip install thinwire[hf]") from None
+            raise ConfigError(
+                f"tokenizer {str(path)!r}: needs tokenizers; pip install -e '.[hf]' in thinwire's folder"
+            ) from None
         try:
             content = path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)

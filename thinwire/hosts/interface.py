@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator, Meter
 from thinwire.errors import ConfigError
+from thinwire.hosts.arguments import check_max_norm
 from thinwire.hosts.ranks import Axis, Ranks
 from thinwire.methods.memory import Residency
 from thinwire.methods.outer.ascent import Ascent
@@ -114,6 +115,7 @@ class ParallelOptimizer:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`. Return the norm before (fp64 scalar)."""
+        check_max_norm(max_norm)
         norm = self.reduce()
         factor = clip_factor(float(norm), max_norm)
         if factor < 1.0:

@@ -95,6 +95,7 @@ def open_ranks(
     members = [everyone.global_ranks.index(rank) for rank in axis.group.mesh.flatten().tolist()]
     own = along(everyone.topology, members)
     comm = Communicator(axis.group, local_size=own, timeout_s=timeout_s, checked=checked, meter=everyone.meter)
+    comm.topology_reason = f"of this axis; the whole mesh: {everyone.topology}, {everyone.topology_reason}"
     return Ranks(comm, everyone, axis.counts, axis.num_names)
 
 

@@ -23,7 +23,7 @@ from thinwire.layout.fragments import cut
 from thinwire.methods.outer.method import OuterMethod
 from thinwire.methods.outer.parameters import merged
 from thinwire.optim.rewarming import Rewarming
-from thinwire.state.replicas import check_layout, short_digest
+from thinwire.state.replicas import check_layout, check_state, short_digest
 from thinwire.state.whole import local_tensor, write_whole
 from thinwire.table import Row
 
@@ -309,6 +309,7 @@ class OuterLoop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state_dict, which holds no weights. Raises ConfigError if it does not fit."""
+        check_state(state, "layout", "steps")
         check_layout(self._layout(), state["layout"])
         self.go_on_from(state["steps"])
         self.exchanges.load_state_dict(state)

@@ -196,7 +196,7 @@ def check_requirements() -> None:
     if sys.platform != "linux":
         raise ConfigError(f"the lab needs Linux with network namespaces; this is {sys.platform}")
     if importlib.util.find_spec("pyroute2") is None:
-        raise ConfigError("the lab needs pyroute2: pip install 'thinwire[lab]'")
+        raise ConfigError("the lab needs pyroute2: pip install -e '.[lab]' in thinwire's folder")
 
 
 def why_unavailable() -> str | None:

@@ -57,7 +57,7 @@ from thinwire.run.residency import resolved
 from thinwire.run.run import Run, island_size, tables_in_effect, tokens_of
 from thinwire.run.run_dir import RunDir
 from thinwire.run.settings import parse_toml, read_toml, to_toml
-from thinwire.table import Row
+from thinwire.table import Row, sent_row
 from thinwire.tiers import check_folder
 from thinwire.training.clock import choose_model
 from thinwire.training.planned import read_plan
@@ -142,7 +142,12 @@ def check_tensor(config: TrainConfig, model: nn.Module | None) -> None:
     """Raise ConfigError, with all reasons, for a tensor axis that does not fit the model or spans machines."""
     problems, size = Problems(), config.mesh_shape.tensor
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
-    if config.world_size > machine and machine % size:
+    if config.local_size is not None and config.local_size % size and config.local_size < config.world_size:
+        problems.messages.append(
+            f"--local-size {config.local_size}: a tensor axis of {size} ranks would span nodes, and its sums in each "
+            f"layer cross the network; nearest: --local-size {size}"
+        )
+    elif config.world_size > machine and machine % size:
         problems.messages.append(
             f"a tensor axis of {size} ranks on machines of {machine}: its sums in each layer would cross the network; "
             f"nearest: --tensor {gcd(size, machine)}, or --stages {size}"
@@ -398,11 +403,13 @@ def check_model(config: TrainConfig) -> nn.Module | None:
 
     Of a transformers model only the config is checked, because its weights may be large.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    if config.seq_len <= 0:
-        return None
-    if config.model.startswith("hf:"):
-        check_hf(config.model.removeprefix("hf:"), tokenizer.vocab_size, config.seq_len, {})
+    problems = Problems()
+    tokenizer = problems.note(load_tokenizer, config.tokenizer)
+    if config.model.startswith("hf:") and config.seq_len > 0:
+        vocab_size = 1 if tokenizer is None else tokenizer.vocab_size
+        problems.note(check_hf, config.model.removeprefix("hf:"), vocab_size, config.seq_len, {})
+    problems.raise_any()
+    if tokenizer is None or config.model.startswith("hf:") or config.seq_len <= 0:
         return None
     with torch.device("meta"):
         return build_model(
@@ -627,10 +634,33 @@ def check_returns(run: Run, num_sequences: int) -> None:
         )
 
 
+def planned_rows(run: Run) -> list[Row]:
+    """Rows that the ranks would add to the table, as far as they follow from the configuration."""
+    config, shape = run.config, run.config.mesh_shape
+    if config.is_planned_late or config.chooses_stages or config.chooses_experts:
+        return []
+    of_node = island_size(config) if run.has_islands else config.local_size or config.workers
+    grid = Topology.stated(config.world_size, of_node)
+    rows: list[Row] = [
+        (f"strategy {config.strategy}", run.strategy.name, f"codecs: {', '.join(dict.fromkeys(map(str, run.codecs)))}"),
+        ("mesh", str(shape), "axes from the outside in"),
+        ("topology", str(grid), "stated" if config.local_size else "the workers of one machine share a node"),
+    ]
+    cuts = {name for name, size in shape.sizes.items() if size > 1} - {"data", "island"}
+    if not cuts and name_of(config.optimizer or "") not in WHOLE:
+        tokenizer, overrides = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "")
+        model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, overrides)
+        found = run.strategy.plan(model, grid, derive(config, config.num_shares).accumulation)
+        plain = 8 * sum(param.numel() for param in model.parameters()) * (1 - 1 / config.world_size)
+        rows.append(sent_row(sum(found.sent.values()), plain))
+    return rows
+
+
 def dry_run(config: TrainConfig, problems: Problems) -> int:
     """Print the start-up table and the resolved config.toml. Raises ConfigError with all problems at once."""
     run, start = plan(config, problems)
-    Progress(config.steps, run.config.tokens_per_step or 0, 0.0).start_table(start.effects)
+    rows = [*start.effects, *planned_rows(run)]
+    Progress(config.steps, run.config.tokens_per_step or 0, 0.0).start_table(rows)
     print(f"\n{to_toml(run.config)}", end="")
     return 0
 
@@ -666,6 +696,10 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     records = read_metrics(run_dir.metrics)
     if records and records[-1].step > step:
         why += f"; steps {step + 1} to {records[-1].step} are in no sound checkpoint, and are taken again"
+    if step > config.steps:
+        raise ConfigError(f"--resume: step {step} is past --steps {config.steps}; nearest: --steps {step + 1}")
+    if step == config.steps:
+        why += f"; no step of --steps {step} is left: it measures and reports again, and trains nothing"
     rows.append(("--resume", f"goes on after step {step}", why))
     if config.stop_at is not None and config.stop_at < step:
         raise ConfigError(f"--stop-at {config.stop_at}: the checkpoint was taken after step {step}; nearest: {step}")

@@ -8,41 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from thinwire.codecs import Cast, Codec, Identity, grammar
-from thinwire.errors import ConfigError, type_name
-
-# Python counts booleans as numbers, but no user means them so.
-NUMBERS: dict[Any, type] = {int: Integral, float: Real}
-
-
-def check_types(options: Any) -> None:
-    """Raise ConfigError for the first field of a dataclass whose value does not have the declared type.
-
-    Without this check, "no" would be true, and 2.5 bits or a group of True would fail much later.
-    """
-    hints = get_type_hints(type(options))
-    for item in fields(options):
-        value = getattr(options, item.name)
-        if not fits(value, hints[item.name]):
-            what = f"{item.name} {value!r} of {type(options).__name__}"
-            raise ConfigError(f"{what}: must be {type_name(hints[item.name])}")
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is valid for a field of this type. A whole number fits any number, a list fits a tuple."""
-    if get_origin(hint) in (Union, UnionType):
-        return any(fits(value, option) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) is tuple:
-        return isinstance(value, list | tuple) and all(fits(item, get_args(hint)[0]) for item in value)
-    if hint in NUMBERS:
-        return isinstance(value, NUMBERS[hint]) and not isinstance(value, bool)
-    return isinstance(value, hint)
+from thinwire.errors import ConfigError, check_types as check_types, fits as fits, type_name
 
 
 @dataclass(frozen=True)

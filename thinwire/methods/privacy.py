@@ -11,7 +11,9 @@ from thinwire.errors import ConfigError
 def check_accountant() -> None:
     """Raise ConfigError if the package is missing."""
     if importlib.util.find_spec("dp_accounting") is None:
-        raise ConfigError("noise needs the package dp-accounting to account for it: pip install 'thinwire[privacy]'")
+        raise ConfigError(
+            "noise needs the package dp-accounting to account for it: pip install -e '.[privacy]' in thinwire's folder"
+        )
 
 
 def epsilon(noise: float, num_steps: int, delta: float) -> float:

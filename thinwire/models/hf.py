@@ -88,7 +88,9 @@ def check_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str,
     try:
         import transformers
     except ImportError:
-        raise ConfigError(f"model hf:{folder}: needs transformers; pip install thinwire[hf]") from None
+        raise ConfigError(
+            f"model hf:{folder}: needs transformers; pip install -e '.[hf]' in thinwire's folder"
+        ) from None
     path = Path(folder).expanduser()
     look_into(path)
     with explained(folder):

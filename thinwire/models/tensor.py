@@ -78,6 +78,14 @@ def cuts_of(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, style
 
 
+def activation_bytes(config: Any, tokens: int, ranks: int, layers: int, itemsize: int = 4) -> int:
+    """Payload bytes that a rank of a tensor axis sends for `tokens`: four all_reduce of the activations in a layer.
+
+    config: states the hidden_size. layers: those that the rank holds.
+    """
+    return 4 * layers * 2 * (ranks - 1) * itemsize * tokens * config.hidden_size // ranks
+
+
 def cut_over(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the matrices of every layer over a tensor axis: heads and inner width by columns, the next matrices by rows.
 

@@ -17,8 +17,8 @@ def _scipy() -> Any:
         import scipy.sparse
     except ImportError:
         raise ConfigError(
-            "m-sct needs the package scipy for its linear programme: pip install 'thinwire[plan]'; nearest without it: "
-            "m-etf"
+            "m-sct needs the package scipy for its linear programme: pip install -e '.[plan]' in thinwire's folder; "
+            "nearest without it: m-etf"
         ) from None
     return scipy
 

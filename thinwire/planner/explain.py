@@ -34,7 +34,7 @@ from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
 from thinwire.methods.sums import planned_with
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig
-from thinwire.models.tensor import check_cut, cut_skeleton
+from thinwire.models.tensor import activation_bytes, check_cut, cut_skeleton
 from thinwire.optim import SummingOptimizer
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
@@ -508,9 +508,8 @@ def sequence_notes(config: ExplainConfig, llama: LlamaConfig, shape: MeshShape) 
 
 def tensor_note(config: LlamaConfig, seq_len: int, shape: MeshShape) -> tuple[str, str, str]:
     """Row about torch's own traffic on the tensor axis, which the plans do not count."""
-    activations = 4 * seq_len * config.hidden_size
     layers = -(-config.num_hidden_layers // shape.pipeline)
-    sent = 4 * layers * 2 * (shape.tensor - 1) * activations // shape.tensor
+    sent = activation_bytes(config, seq_len, shape.tensor, layers)
     why = "four all_reduce of the activations in every layer, in fp32 by torch; not in the table"
     return f"tensor axis of {shape.tensor} ranks", f"{bytes_text(sent)} a rank for each sequence of a step", why
 

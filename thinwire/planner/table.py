@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from thinwire.errors import Problems
 from thinwire.methods.interface import MethodPlan
@@ -17,7 +17,7 @@ from thinwire.planner.stages import Stages
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
 
 # Width of the table where the output is not a terminal.
-PLAIN_WIDTH = 160
+PLAIN_WIDTH = 220
 LEVELS = {"pair": "inside a pair", "intra": "inside a node", "inter": "between nodes"}
 MEANINGS = {
     "weights": "held through the step",
@@ -110,7 +110,7 @@ def side_by_side(found: Explained) -> Table:
         *(LEVELS[level] for level in levels),
         *(head for head, _, _ in seconds),
     ]
-    table = Table("strategy", title=title, title_justify="left")
+    table = Table(Column("strategy", overflow="fold"), title=title, title_justify="left")
     for head in heads:
         table.add_column(head, justify="right")
     for name, plan in found.plans.items():

@@ -71,7 +71,9 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in TRACKERS:
             raise ConfigError(f"tracker {name!r} is not known{nearest(name, TRACKERS)}")
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"tracker {name!r} needs a package that is missing: pip install thinwire[track]")
+            raise ConfigError(
+                f"tracker {name!r} needs a package that is missing: pip install -e '.[track]' in thinwire's folder"
+            )
 
 
 class Trackers:

@@ -118,7 +118,8 @@ class TrainConfig:
     overwrite: bool = False
     """Delete the run that is in the run directory, and start anew."""
     dry_run: bool = False
-    """Print the start-up table and the resolved config.toml, then end. Nothing is started or written."""
+    """Print the start-up table, as far as it is known without the ranks, and the resolved config.toml, then end.
+    Nothing is started or written."""
     checkpoint_every: int = 500
     """Steps between checkpoints; 0: only at the end, or when the run is stopped."""
     keep_last: int = 2

@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.optim import SummingOptimizer
 from thinwire.optim.sums import Record
 from thinwire.state.elementwise import is_elementwise, state_kinds
-from thinwire.state.replicas import check_layout
+from thinwire.state.replicas import check_layout, check_state
 
 log = logging.getLogger("thinwire")
 
@@ -54,6 +54,7 @@ class StateDict(Source):
     """The result of `state_dict_of` on this rank, read like a checkpoint. Only the same layout can load it."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        check_state(state_dict, "numbers", "tensors", "param_groups")
         self._begin(0, 1)
         self._parts, self._tensors = {0: state_dict["numbers"]}, state_dict["tensors"]
         self._index = {name: [] for name in self._tensors}

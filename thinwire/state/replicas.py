@@ -150,6 +150,17 @@ def equal_bits(comm: Communicator, tensors: Iterable[Tensor]) -> bool:
     return False
 
 
+def check_state(state: object, *needed: str) -> None:
+    """Raise ConfigError if `state` lacks an entry of a state_dict."""
+    held = list(state) if isinstance(state, Mapping) else []
+    if missing := [name for name in needed if name not in held]:
+        given = f"holds {', '.join(map(repr, held)) or 'nothing'}" if isinstance(state, Mapping) else f"is {state!r}"
+        raise ConfigError(
+            f"this state {given}, without {', '.join(map(repr, missing))}: must be what state_dict() of the same class "
+            "returned"
+        )
+
+
 def check_layout(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise ConfigError that lists every entry in which a saved state's layout differs from this one."""
     differing = [f"{key}: saved {saved.get(key)!r}, here {here[key]!r}" for key in here if here[key] != saved.get(key)]

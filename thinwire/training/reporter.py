@@ -145,8 +145,11 @@ class Reporter:
         if sent and plain:
             ratio = f"{plain / sent:.1f} times fewer" if sent < plain else f"{sent / plain:.1f} times as many"
             by = "by rank 0 " if self.has_stages else ""
+            beside = (
+                ", without those of the tensor axis, which torch sends" if self.config.mesh_shape.tensor > 1 else ""
+            )
             instead = "whole models that average gradients in " if self.cuts_work else "in "
-            say(f"sent {by}per step: {sent / 1e6:.3f} MB, {instead}fp32 {plain / 1e6:.3f} MB: {ratio} bytes")
+            say(f"sent {by}per step: {sent / 1e6:.3f} MB, {instead}fp32 {plain / 1e6:.3f} MB: {ratio} bytes{beside}")
         if predicted := summary["predicted_pipeline_s"]:
             found = summary["pipeline_s"]
             say(

@@ -21,7 +21,9 @@ from thinwire.hosts.sequence import SequenceRanks
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.methods.sequence import Shape
 from thinwire.methods.sequence.traffic import most_sent
+from thinwire.models.hf import HFCausalLM
 from thinwire.models.moe import MoELlama
+from thinwire.models.tensor import activation_bytes
 from thinwire.optim.schedule import lr_at
 from thinwire.report.machine import peak_rss_bytes, versions
 from thinwire.report.metrics import MembershipEvent, StepMetrics
@@ -42,6 +44,9 @@ from thinwire.training.planned import Planned
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.recovery import Reunion, StepStart, Survivor, fallback
 from thinwire.training.reporter import Reporter
+
+# Why the meter lacks what a tensor axis sends.
+NOT_COUNTED = "sums in every layer, by torch itself: not counted in the bytes of a step"
 
 
 class Trainer:
@@ -171,6 +176,8 @@ class Trainer:
         if lessons is not None:
             why = "stated" if config.teacher_weight is not None else "with which both losses are equal before this step"
             yield f"--teacher {config.teacher}", f"its experts teach, weight {lessons.weight:.4g}", why
+        if config.mesh_shape.tensor > 1:
+            yield self._tensor_row()
         if self.stage.sequence is not None:
             yield self._sequence_row(self.stage.sequence)
 
@@ -207,6 +214,15 @@ class Trainer:
         whole = self.stage.uncompressed_bytes_per_step / 1e6
         why = f"whole models on all ranks that average gradients in fp32 would send {whole:.3f} MB each"
         return "stages send each other, a step", f"{shown} MB, by rank of a pipeline", why
+
+    def _tensor_row(self) -> Row:
+        """A row about what torch sends on the tensor axis in a step, which no meter counts."""
+        model, shape = self.engine.model, self.config.mesh_shape
+        of_model: Any = model.model.config if isinstance(model, HFCausalLM) else model.config
+        tokens = self.batch.micro_batch * self.batch.accumulation * self.config.seq_len
+        layers, itemsize = -(-of_model.num_hidden_layers // shape.pipeline), 2 if self.dtype == "bf16" else 4
+        sent = activation_bytes(of_model, tokens, shape.tensor, layers, itemsize)
+        return "ranks of a tensor axis send each other, a step", f"about {sent / 1e6:.3f} MB a rank", NOT_COUNTED
 
     def _sequence_row(self, sequence: SequenceRanks) -> Row:
         """A row about what the ranks of a sequence send each other in a step."""

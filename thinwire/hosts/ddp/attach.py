@@ -14,6 +14,7 @@ from thinwire import _compat
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
+from thinwire.hosts.arguments import check_arguments, check_instance, check_max_norm
 from thinwire.hosts.ddp.hook import hand_over
 from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
 from thinwire.methods.ddp import DDPMethod
@@ -59,6 +60,10 @@ def compress_ddp(
     options of DDP that bypass its hook; for a model or an optimizer that the method can't use; and for ranks that were
     given different options.
     """
+    check_arguments("compress_ddp", model, unwrapped(optimizer), local_size=local_size, seed=seed, timeout_s=timeout_s,
+        checked=checked, announce=announce,
+    )  # fmt: skip
+    check_instance(method)
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"compress_ddp got a {type(model).__name__}: wrap it in torch.nn.parallel.DistributedDataParallel first; "
@@ -150,6 +155,7 @@ class CompressedDDP:
         Residuals are scaled with it, see Clipping. A method that clips before it compresses only measures the norm
         here.
         """
+        check_max_norm(max_norm)
         grads = [param.grad for param in self._trained.values() if param.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         factor = 1.0 if self.method.whole_step else clip_factor(float(norm), max_norm)

@@ -19,6 +19,7 @@ from thinwire.codecs import warm
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.errors import ConfigError
+from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.fsdp.describe import rows_of
 from thinwire.hosts.fsdp.gather import AllGather, DifferenceGather
 from thinwire.hosts.fsdp.mesh import RankGroup, mesh_ranks
@@ -31,6 +32,7 @@ from thinwire.state.replicas import (
     ReplicaError,
     check_agreement,
     check_layout,
+    check_state,
     check_updates,
     digest,
     optimizer_options,
@@ -79,6 +81,9 @@ def compress_fsdp(
     unknown layout.
     Source: ZeRO++ (ICLR 2024).
     """
+    check_arguments("compress_fsdp", model, unwrapped(optimizer), local_size=local_size, overlap=overlap,
+        dead_steps=dead_steps, seed=seed, timeout_s=timeout_s, checked=checked, announce=announce,
+    )  # fmt: skip
     method = _checked(method)
     groups = groups_of(model)
     dog, optimizer = Watchdog(dead_steps), unwrapped(optimizer)
@@ -103,13 +108,13 @@ def compress_fsdp(
 
 def _checked(method: object) -> GatheredMethod:
     """The method. Raises ConfigError if it has no codecs for FSDP2's collectives."""
+    check_instance(method)
     if why := getattr(method, "not_on_fsdp", ""):
         raise ConfigError(f"{getattr(method, 'name', method)} {why}")
     needed = ("matrix", "vector", "secondary", "gradient_memory")
-    if isinstance(method, type) or not all(hasattr(method, name) for name in needed):
-        given = method.__name__ if isinstance(method, type) else repr(method)
+    if not all(hasattr(method, name) for name in needed):
         raise ConfigError(
-            f"compress_fsdp got {given}: must be a strategy of codecs for weights and gradients, such as "
+            f"compress_fsdp got {method!r}: must be a strategy of codecs for weights and gradients, such as "
             "thinwire.ZeroPP() or thinwire.SDP4Bit()"
         )
     return cast(GatheredMethod, method)
@@ -327,6 +332,7 @@ class CompressedFSDP:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state_dict, after the weights were loaded. Raises ConfigError if it does not fit."""
+        check_state(state_dict, "layout", "gathers", "reductions", "memories")
         check_layout(self._layout(), state_dict["layout"])
         for gather, (count, state) in zip(self.gathers, state_dict["gathers"], strict=True):
             gather.count = count

@@ -17,6 +17,7 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.groups import ranks_of
 from thinwire.errors import ConfigError
+from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Axis, along, open_ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
@@ -80,6 +81,9 @@ def zero(
     different options.
     Source: ZeRO (SC 2020), stages 1 and 2.
     """
+    check_arguments("zero", model, optimizer, local_size=local_size, bucket_numel=bucket_numel, overlap=overlap,
+        seed=seed, timeout_s=timeout_s, checked=checked, announce=announce,
+    )  # fmt: skip
     _check_method(method)
     named = _trained_parameters(model, optimizer)
     check_elementwise(optimizer)
@@ -136,6 +140,7 @@ def _check_method(method: object) -> None:
     """Raise ConfigError for a method of another host, and for anything that is no method."""
     if isinstance(method, ShardedMethod):
         return
+    check_instance(method)
     name = getattr(method, "name", None)
     if name is None:
         raise ConfigError(f"thinwire.zero got {method!r}: must be a ShardedMethod, such as thinwire.SDP4Bit()")

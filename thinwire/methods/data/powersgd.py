@@ -83,9 +83,9 @@ class PowerSGD(Plannable):
 
     def rank_of(self, shape: torch.Size) -> int:
         """Rank r for a gradient of this shape; 0 if it travels whole."""
-        return self.rank if self._saves(shape, self.rank) else 0
+        return self.rank if self.saves(shape, self.rank) else 0
 
-    def _saves(self, shape: torch.Size, rank: int) -> bool:
+    def saves(self, shape: torch.Size, rank: int) -> bool:
         """Whether factors of this rank are `min_compression` times smaller than the matrix, and so below both sides."""
         if len(shape) < 2:
             return False
@@ -101,7 +101,7 @@ class PowerSGD(Plannable):
         if not self.rank_of(shape):
             return []
         ranks = range(math.ceil(self.rank / span), math.floor(self.rank * span) + 1)
-        return [rank for rank in ranks if self._saves(shape, rank)]
+        return [rank for rank in ranks if self.saves(shape, rank)]
 
     def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
         """|x - best approximation of that rank|: the root of the sum of the squared remaining singular values."""
@@ -218,8 +218,20 @@ class LowRankMean(Tunable):
         held = sum(self.state.kept_bytes().values())
         effect = f"{num_thin} of {len(shapes)} as factors of rank {method.rank} in {method.codec}, the others in fp32"
         return [
+            *self._warnings(num_thin),
             ("gradients", effect, f"factors must be {method.min_compression:g} times smaller"),
             ("steps in fp32", f"the first {method.start_step}", "start_step"),
             ("state of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
             (WEIGHTS, "stay in whole rows and columns, others move", "a product of factors is zero nowhere else"),
         ]
+
+    def _warnings(self, num_thin: int) -> list[Row]:
+        if num_thin or not self.place.shapes:
+            return []
+        method, shapes = self.method, self.place.shapes.values()
+        longest = max(max(shape, default=1) for shape in shapes)
+        ranks = range(1, min(method.rank, longest))
+        fitting = [rank for rank in ranks if any(method.saves(shape, rank) for shape in shapes)]
+        why = f"nearest: rank {fitting[-1]}" if fitting else "no matrix is large enough"
+        limit = f"factors of rank {method.rank} make none {method.min_compression:g} times smaller"
+        return [("WARNING", "nothing is compressed: all gradients travel in fp32", f"{limit}; {why}")]

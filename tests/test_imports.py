@@ -166,11 +166,19 @@ def test_a_row_of_rooms_imports_only_from_rows_above(place: str) -> None:
 
 def test_a_class_name_stands_for_one_thing() -> None:
     found: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree, place = ast.parse(path.read_text()), str(path.relative_to(ROOT))
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+                found.setdefault(node.name, []).append(place)
+        for node in tree.body:
+            # What is Any at run time stands for the class that type checkers see.
+            named = node.targets[0] if isinstance(node, ast.Assign) and ast.unparse(node.value) != "Any" else None
+            if isinstance(named, ast.Name):
+                aliases.setdefault(named.id, []).append(place)
     assert not {name: places for name, places in found.items() if len(places) > 1}
+    assert not {name: (found[name], aliases[name]) for name in found.keys() & aliases}
 
 
 def test_no_function_is_longer_than_its_limit() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from thinwire import cli
-from thinwire.compare import Figures, RaceConfig, Row
+from thinwire.compare import Figures, RaceConfig, RaceRow
 from thinwire.compare.checks import range_errors, rounds_of
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.leg import StopWish
@@ -352,8 +352,8 @@ def test_times_are_spread_over_rounds_and_losses_over_seeds() -> None:
 
 
 def test_the_reference_is_ddp_bf16_or_the_first_that_finished() -> None:
-    def row(name: str, status: str) -> Row:
-        return Row(name, name, {}, "", status, "", False, Figures(), {}, [])
+    def row(name: str, status: str) -> RaceRow:
+        return RaceRow(name, name, {}, "", status, "", False, Figures(), {}, [])
 
     assert reference_of([row("zero", "finished"), row("ddp-bf16", "finished")]) == ("ddp-bf16", "")
     assert reference_of([row("ddp-bf16", "failed"), row("zero", "finished")]) == ("zero", "ddp-bf16 failed")

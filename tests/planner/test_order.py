@@ -11,7 +11,7 @@ from thinwire.cost import Network
 from thinwire.cost.closed import bubble, pipette_s, ring_s, trip_s
 from thinwire.methods.pipeline import Costs, plan, simulate
 from thinwire.planner import order
-from thinwire.planner.order import Order, annealed
+from thinwire.planner.order import RankOrder, annealed
 
 
 def simulated(stages: int, micro_batches: int, message_s: float) -> float:
@@ -54,9 +54,9 @@ def test_annealing_is_within_3_percent_of_all_orders(stages: int, monkeypatch: p
     for a, b in itertools.combinations(range(n), 2):
         rates[a][b] = rates[b][a] = rng.uniform(1, 20)
     network = Network(tuple(range(n)), tuple(map(tuple, rates)), ((0.0,) * n,) * n)
-    known: dict[Order, float] = {}
+    known: dict[RankOrder, float] = {}
 
-    def cost(ranks: Order) -> float:
+    def cost(ranks: RankOrder) -> float:
         if ranks not in known:
             pipelines = [ranks[each :: n // stages] for each in range(n // stages)]
             known[ranks] = max(trip_s(pipeline, network, 10.0, 10.0) for pipeline in pipelines)
@@ -79,7 +79,7 @@ def test_racks_hold_what_sends_most(message: float, gradient: float, inside: boo
     rates = tuple(tuple(10.0 if a % 2 == b % 2 else 1.0 for b in range(8)) for a in range(8))
     network = Network(tuple(range(8)), rates, ((0.0,) * 8,) * 8)
 
-    def cost(ranks: Order) -> float:
+    def cost(ranks: RankOrder) -> float:
         trip = max(trip_s(ranks[each::2], network, message, message) for each in range(2))
         ring = max(ring_s(ranks[first : first + 2], network, gradient) for first in range(0, 8, 2))
         return pipette_s(4, 8, 1.0, trip, ring)

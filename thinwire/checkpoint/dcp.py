@@ -58,7 +58,7 @@ MIN_THREAD_BYTES = 1 << 20
 # After this many bytes the disk is asked to begin writing, before the file is complete.
 SYNC_BYTES = 32 << 20
 # {file: (bytes, CRC-32)}
-Sums = dict[str, tuple[int, int]]
+FileSums = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class SummingFiles(FileSystem):
     """DCP's file system, which records the size and the CRC-32 of each written file by name."""
 
     def __init__(self) -> None:
-        self.sums: Sums = {}
+        self.sums: FileSums = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
@@ -199,7 +199,7 @@ class IndexedWriter(dcp.FileSystemWriter):
         self.sums[STATE_FILE] = len(content), zlib.crc32(content)
 
 
-def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> Sums:
+def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> FileSums:
     """Write this rank's pieces and `more`, which is JSON, into an empty folder. All is on the disk on return.
 
     Returns {file: (bytes, CRC-32)} of the data that was passed to the disk. Raises OSError as files do, and

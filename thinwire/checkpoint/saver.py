@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import Sums, write_metadata, write_pieces
+from thinwire.checkpoint.dcp import FileSums, write_metadata, write_pieces
 from thinwire.checkpoint.folder import Keep, Manifest, folder_of, leftovers, note_next_loss, point_to
 from thinwire.checkpoint.parts import METADATA, part_of, sync_folder
 from thinwire.checkpoint.state import Piece, Snapshot
@@ -24,7 +24,7 @@ from thinwire.checkpoint.state import Piece, Snapshot
 POLL_S = 0.02
 # Let the training thread return to tensors first: both need the interpreter, which switches only every 5 ms.
 HEAD_START_S = 0.01
-Gather = Callable[[int], list[int]]
+GatherNumbers = Callable[[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Disk:
         return [[rank for rank, first in enumerate(self.firsts) if first == leader] for leader in self.leaders]
 
     @classmethod
-    def find(cls, folder: Path, rank: int, gather: Gather) -> Disk:
+    def find(cls, folder: Path, rank: int, gather: GatherNumbers) -> Disk:
         """Find which ranks share a disk: each leaves a file, then looks for the others' files. A collective.
 
         Also deletes the remains of interrupted saves. gather: returns one number from every rank, in rank order.
@@ -76,7 +76,7 @@ class Disk:
         return cls(rank, tuple(firsts))
 
 
-def store_of_ranks(rank: int, world_size: int, gather: Gather) -> dist.Store:
+def store_of_ranks(rank: int, world_size: int, gather: GatherNumbers) -> dist.Store:
     """A key-value store that lives as long as rank 0. A collective.
 
     The store in which the ranks met may belong to the launcher. A run must be able to save after its launcher is gone.
@@ -247,7 +247,7 @@ class Saver:
         return [json.loads(self._store.get(key)) for key in keys]
 
 
-def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece]) -> Sums:
+def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece]) -> FileSums:
     """Write one rank's part. Return {path: (bytes, checksum)} of its files. Raises OSError."""
     if part.exists():
         shutil.rmtree(part)

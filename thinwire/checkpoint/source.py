@@ -15,9 +15,8 @@ from thinwire.checkpoint.dcp import Index, read_part, read_pieces
 from thinwire.checkpoint.folder import Manifest
 from thinwire.checkpoint.parts import CheckpointError, parts_of, rank_of
 from thinwire.checkpoint.state import Piece, Share, dtype_named, from_tree, own_name, tensors_of
+from thinwire.table import Row
 
-# (asked for, in effect, why)
-Row = tuple[str, str, str]
 WEIGHTS, FROZEN = "weights", "frozen"
 
 

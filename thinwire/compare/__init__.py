@@ -13,11 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.compare.measure import Figures, Result, Row, SeedResult
+    from thinwire.compare.measure import Figures, RaceRow, Result, SeedResult
     from thinwire.compare.options import RaceConfig
     from thinwire.compare.run import race
 
-__all__ = ["Figures", "RaceConfig", "Result", "Row", "SeedResult", "race"]
+__all__ = ["Figures", "RaceConfig", "RaceRow", "Result", "SeedResult", "race"]
 
 
 def __getattr__(name: str) -> Any:

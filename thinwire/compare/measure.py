@@ -76,7 +76,7 @@ class SeedResult:
 
 
 @dataclass(frozen=True)
-class Row:
+class RaceRow:
     """One contestant: means over its seeds, and each divided by the reference's.
 
     spread: the lowest and the highest of each figure over the seeds; for times, over the rounds of all seeds. None if
@@ -122,9 +122,9 @@ class Result:
     versions: dict[str, str]
     effects: list[EffectRow]
     settings: dict[str, Any]
-    contestants: list[Row] = field(default_factory=list)
+    contestants: list[RaceRow] = field(default_factory=list)
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> RaceRow:
         """The row of a contestant. Raises KeyError."""
         return {row.name: row for row in self.contestants}[name]
 
@@ -152,7 +152,7 @@ def measure(plan: RacePlan, record: RaceRecord) -> Result:
             seeds.append(seed_result(plan, entry, run, targets[seed], alone, forward))
         entries = [(record.entry(contestant.name, seed), runs[contestant.name, seed]) for seed in plan.seeds]
         rows.append(
-            Row(
+            RaceRow(
                 contestant.name, contestant.strategy, dict(contestant.options), contestant.command,
                 statuses[contestant.name], record.failure(contestant.name), contestant.is_whole,
                 mean_of(plan.tokens_per_step, [seed.figures for seed in seeds]), {}, seeds,
@@ -185,7 +185,7 @@ def status_of(plan: RacePlan, record: RaceRecord, contestant: Contestant) -> str
     return FINISHED if is_done else UNFINISHED
 
 
-def reference_of(rows: Sequence[Row]) -> tuple[str | None, str]:
+def reference_of(rows: Sequence[RaceRow]) -> tuple[str | None, str]:
     """The row that ratios are taken to, and the reason if it is not ddp-bf16."""
     statuses = {row.name: row.status for row in rows}
     finished = [name for name, status in statuses.items() if status == FINISHED]
@@ -239,7 +239,7 @@ def spread_of(
     seeds: Sequence[SeedResult],
     entries: Sequence[tuple[SeedEntry, RunFiles]],
 ) -> dict[str, tuple[float, float] | None]:
-    """The lowest and the highest of each figure: see `Row`."""
+    """The lowest and the highest of each figure: see `RaceRow`."""
     found = {item.name: _ends(getattr(seed.figures, item.name) for seed in seeds) for item in fields(Figures)}
     rounds = [
         times_of([row for row in run.steps if leg.first_timed <= row["step"] <= leg.last_timed], average)

@@ -11,16 +11,16 @@ import tyro
 from thinwire.errors import Problems
 from thinwire.flags import CommandLine, flag
 
-Source = Annotated[str, tyro.conf.Positional]
+SourceArgument = Annotated[str, tyro.conf.Positional]
 
 
 @dataclass(frozen=True)
 class ExportConfig:
     """Write a run's last checkpoint as a folder for transformers, and compare what transformers loads with the run."""
 
-    run: Annotated[Source, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[SourceArgument, tyro.conf.arg(metavar="RUN")]
     """The run directory."""
-    folder: Annotated[Source, tyro.conf.arg(metavar="DIR")]
+    folder: Annotated[SourceArgument, tyro.conf.arg(metavar="DIR")]
     """The folder to write; it must be empty, or not exist."""
     to: Literal["hf"] = "hf"
     """hf: .safetensors, config.json and a tokenizer, which transformers loads."""
@@ -43,9 +43,9 @@ class ImportConfig:
     A folder of transformers needs no import, whatever the family: thinwire train --model hf:DIR trains it as it is.
     """
 
-    source: Annotated[Source, tyro.conf.arg(metavar="FROM")]
+    source: Annotated[SourceArgument, tyro.conf.arg(metavar="FROM")]
     """The folder of the checkpoint."""
-    folder: Annotated[Source, tyro.conf.arg(metavar="DIR")]
+    folder: Annotated[SourceArgument, tyro.conf.arg(metavar="DIR")]
     """The folder to write; it must be empty, or not exist."""
     format: str = "auto"
     """hf, torchtitan, megatron or zero3; auto: recognised by the files."""
@@ -57,7 +57,7 @@ class ImportConfig:
 class GenerateConfig:
     """Let a run's last checkpoint, or a folder of transformers, continue a text."""
 
-    source: Annotated[Source, tyro.conf.arg(metavar="RUN|DIR")]
+    source: Annotated[SourceArgument, tyro.conf.arg(metavar="RUN|DIR")]
     """The run directory, or the folder."""
     prompt: str = "def "
     """Start of the text."""

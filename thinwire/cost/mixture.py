@@ -11,7 +11,7 @@ from thinwire.cost.links import SECONDS, Links
 from thinwire.cost.simulate import simulate
 
 # Bytes from rank to rank that leave together.
-Hop = Mapping[tuple[int, int], float]
+HopLoad = Mapping[tuple[int, int], float]
 # Of more ranks the messages are bundled: the time that a simulation takes grows faster than the square of the messages.
 MOST_RANKS = 8
 
@@ -20,9 +20,9 @@ MOST_RANKS = 8
 class Portion:
     """Rows that travel together. there, back: hops to the experts and home. work_s: seconds of each rank's experts."""
 
-    there: Sequence[Hop]
+    there: Sequence[HopLoad]
     work_s: Sequence[float]
-    back: Sequence[Hop]
+    back: Sequence[HopLoad]
 
 
 def pass_graph(num_ranks: int, chunks: Sequence[Portion], *, is_told: bool) -> StepGraph:
@@ -45,7 +45,7 @@ def pass_graph(num_ranks: int, chunks: Sequence[Portion], *, is_told: bool) -> S
     return drawing.done()
 
 
-def _travel(drawing: Drawing, hops: Sequence[Hop], ready: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _travel(drawing: Drawing, hops: Sequence[HopLoad], ready: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Draw the hops; each leaves a rank once the hop before has arrived there. Return what each rank waits for then."""
     found = list(ready)
     for hop in hops:
@@ -74,7 +74,7 @@ def passes_s(
     return sum(simulate(graph, machine).makespan_s for graph in graphs)
 
 
-def bundled(hops: Sequence[Hop], nodes: Sequence[int]) -> list[Hop]:
+def bundled(hops: Sequence[HopLoad], nodes: Sequence[int]) -> list[HopLoad]:
     """Hops in which a rank sends one message inside its node and one to another node.
 
     They carry what the rank sends on the level, or what the receiver gets where that is more, and take as long as the
@@ -82,7 +82,7 @@ def bundled(hops: Sequence[Hop], nodes: Sequence[int]) -> list[Hop]:
     order.
     """
     num, local_size = len(nodes), nodes.count(nodes[0])
-    found: list[Hop] = []
+    found: list[HopLoad] = []
     for hop in hops:
         sent: Counter[tuple[int, bool]] = Counter()
         received: Counter[tuple[int, bool]] = Counter()

@@ -14,7 +14,7 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.methods.interface import Cuts
-from thinwire.methods.sums import Groups, Round, parts_of, rounds_of, sent_by_rounds
+from thinwire.methods.sums import ParamGroups, Round, parts_of, rounds_of, sent_by_rounds
 from thinwire.optim import Shards, SummingOptimizer
 from thinwire.optim.sums import Values
 from thinwire.state.portable import group_of
@@ -50,7 +50,7 @@ class JoinedSums:
         optimizer: SummingOptimizer,
         held: Mapping[str, Tensor],
         cuts: Sequence[tuple[Communicator, Cuts]],
-        options: Groups,
+        options: ParamGroups,
         seed: Callable[[], int],
     ) -> JoinedSums:
         """Make the optimizer step pieces. held: this rank's, by parameter. cuts: how each group cuts its parameters.

@@ -19,7 +19,7 @@ from thinwire.methods.packets import PacketSection, message_bytes, sections_of
 from thinwire.optim import Part, Sum, SummingOptimizer
 
 # The optimizer's group of each parameter, by name.
-Groups = Mapping[str, Mapping[str, Any]]
+ParamGroups = Mapping[str, Mapping[str, Any]]
 
 
 class SumLeg(NamedTuple):
@@ -174,7 +174,7 @@ def rounds_of(optimizer: SummingOptimizer, parts: Mapping[str, Part], grid: Topo
     ]
 
 
-def parts_of(cuts: Cuts, rank: int, groups: Groups) -> dict[str, Part]:
+def parts_of(cuts: Cuts, rank: int, groups: ParamGroups) -> dict[str, Part]:
     """A rank's part of each parameter. groups: the optimizer's group of each parameter."""
     return {name: Part(name, shape, tuple(spans), rank, groups[name]) for name, (shape, spans) in cuts.items()}
 
@@ -185,7 +185,7 @@ def sent_by_rounds(rounds: Sequence[Round], rank: int) -> int:
 
 
 def planned_with(
-    plan: MethodPlan, optimizer: SummingOptimizer, cuts: Cuts, groups: Groups, grid: Topology
+    plan: MethodPlan, optimizer: SummingOptimizer, cuts: Cuts, groups: ParamGroups, grid: Topology
 ) -> MethodPlan:
     """A plan made for AdamW, with this optimizer's state and sums instead: those of the rank with the most.
 

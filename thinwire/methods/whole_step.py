@@ -29,7 +29,7 @@ from thinwire.table import Row
 # What came out, whole, by name; and what to call once it is known to be finite, before memory of the link is reused.
 Compressed = tuple[dict[str, Tensor], Callable[[], None]]
 # (dense means, what came out, whether all of it is finite)
-Exchanged = tuple[dict[str, Tensor], dict[str, Tensor], bool]
+ExchangedStep = tuple[dict[str, Tensor], dict[str, Tensor], bool]
 
 
 class OnWholeStep(DDPMethod):
@@ -105,7 +105,7 @@ class WholeStep(Reduction):
         means = {name: total.div_(link.topology.world_size) for name, total in zip(grads, sums, strict=True)}
         return means, float(votes)
 
-    def exchange(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[Exchanged]:
+    def exchange(self, link: Link, grads: dict[str, Tensor], scale: float, step: Step) -> Rounds[ExchangedStep]:
         """Dense means and compressed outputs, side by side, and whether all of them are finite."""
         dense = {name: grad for name, grad in grads.items() if not is_compressed(grad.shape)}
         large = {name: grad for name, grad in grads.items() if is_compressed(grad.shape)}

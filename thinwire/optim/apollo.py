@@ -18,7 +18,7 @@ from thinwire.codecs.normals import normals
 from thinwire.codecs.random import named_seed
 from thinwire.errors import ConfigError, nearest
 from thinwire.optim.parameterwise import check_adamw
-from thinwire.optim.sums import Part, Record, Span, Sum, SummingOptimizer, Update, codec_of_sums
+from thinwire.optim.sums import Part, PieceSpan, Record, Sum, SummingOptimizer, Update, codec_of_sums
 
 LARGER, ROWS = "larger", "rows"
 # Of the last update's norm: smaller updates, such as those without a gradient, do not bound the next one.
@@ -260,7 +260,7 @@ class Projection:
     columns: int
     by_rows: bool
     rank: int
-    spans: tuple[Span, ...]
+    spans: tuple[PieceSpan, ...]
 
     @classmethod
     def of(cls, part: Part) -> Projection:
@@ -280,14 +280,14 @@ class Projection:
         """Elements of a channel, m."""
         return self.columns if self.by_rows else self.rows
 
-    def touched(self, rank: int) -> Span:
+    def touched(self, rank: int) -> PieceSpan:
         """The channels of which a rank has elements; where channels are columns: all, if it has any element."""
         first, last = self.spans[rank]
         if first == last:
             return 0, 0
         return (first // self.columns, -(-last // self.columns)) if self.by_rows else (0, self.columns)
 
-    def owned(self, rank: int) -> Span:
+    def owned(self, rank: int) -> PieceSpan:
         """The channels whose moments a rank owns: rows that begin in its piece, or its equal part of the columns."""
         first, last = self.spans[rank]
         if first == last:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from thinwire.errors import ConfigError
 from thinwire.optim.matrices import MatrixOptimizer, matrices_of, move, on_one, pieces_of
-from thinwire.optim.sums import Part, Record, Span, Sum, Update
+from thinwire.optim.sums import Part, PieceSpan, Record, Sum, Update
 
 TINY = torch.finfo(torch.float32).tiny
 # A column of R that is shorter beside the longest is rounding.
@@ -201,7 +201,7 @@ class DionOptimizer(MatrixOptimizer):
         move(param, update.view_as(param), self.shapes.get(part.name, part.shape), group)
 
 
-def _touched(part: Part) -> Span:
+def _touched(part: Part) -> PieceSpan:
     """The matrices of a stack of which this rank has elements."""
     (first, last), size = part.own, part.shape[-2:].numel()
     return (first // size, -(-last // size)) if first < last else (0, 0)

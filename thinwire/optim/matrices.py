@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.parameterwise import check_adamw
-from thinwire.optim.sums import Part, Span, SummingOptimizer, codec_of_sums
+from thinwire.optim.sums import Part, PieceSpan, SummingOptimizer, codec_of_sums
 
 
 class MatrixOptimizer(SummingOptimizer):
@@ -51,7 +51,7 @@ class MatrixOptimizer(SummingOptimizer):
         return group["orthogonal"] and param.dim() in (2, 3)
 
 
-def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[Span, ...], int]]:
+def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[PieceSpan, ...], int]]:
     """(parameter, number of a matrix in it, the elements that each rank has of the matrix, the rank that owns it).
 
     The owner is the rank that holds most of the matrix, of equals the one with the least work so far.
@@ -66,14 +66,14 @@ def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[Spa
             yield name, key, pieces, owner
 
 
-def on_one(owner: int, num_ranks: int, length: int) -> tuple[Span, ...]:
+def on_one(owner: int, num_ranks: int, length: int) -> tuple[PieceSpan, ...]:
     """For each rank, its span of rows all of which `owner` has."""
     return tuple((0, length) if rank == owner else (0, 0) for rank in range(num_ranks))
 
 
-def pieces_of(part: Part) -> dict[str, tuple[Span, ...]]:
+def pieces_of(part: Part) -> dict[str, tuple[PieceSpan, ...]]:
     """For each matrix of a stack, by its number: the elements that each rank holds."""
-    size, found = part.shape[-2:].numel(), dict[str, tuple[Span, ...]]()
+    size, found = part.shape[-2:].numel(), dict[str, tuple[PieceSpan, ...]]()
     for number in range(part.shape.numel() // size if size else 0):
         inside = [(first - number * size, last - number * size) for first, last in part.spans]
         held = [(max(first, 0), min(last, size)) for first, last in inside]

@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.optim.parameterwise import ADAMW_KINDS, Parameterwise, adamw
 
 # [first, last) of elements, or of rows of a sum.
-Span = tuple[int, int]
+PieceSpan = tuple[int, int]
 # What the update of one parameter yields, and is sent: tensors of [rows, width], by the name of the sum.
 Values = dict[str, Tensor]
 Update = Generator[Values, Values, None]
@@ -34,8 +34,8 @@ class Sum:
     """
 
     width: int
-    adds: tuple[Span, ...]
-    wants: tuple[Span, ...]
+    adds: tuple[PieceSpan, ...]
+    wants: tuple[PieceSpan, ...]
     codec: Codec
     alike: bool = False
 
@@ -49,12 +49,12 @@ class Part(NamedTuple):
 
     name: str
     shape: torch.Size
-    spans: tuple[Span, ...]
+    spans: tuple[PieceSpan, ...]
     rank: int
     options: Mapping[str, Any]
 
     @property
-    def own(self) -> Span:
+    def own(self) -> PieceSpan:
         """This rank's elements."""
         return self.spans[self.rank]
 

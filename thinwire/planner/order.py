@@ -12,12 +12,17 @@ START, COOLING = 1.0, 0.999
 NUM_MOVES, NUM_SEARCHES = 3000, 3
 # Orders that are all tried.
 FEW = 720
-Order = tuple[int, ...]
+RankOrder = tuple[int, ...]
 
 
 def annealed(
-    cost: Callable[[Order], float], start: Sequence[int], *, seed: int = 0, num_moves: int = NUM_MOVES, fixed: int = 1
-) -> tuple[Order, float]:
+    cost: Callable[[RankOrder], float],
+    start: Sequence[int],
+    *,
+    seed: int = 0,
+    num_moves: int = NUM_MOVES,
+    fixed: int = 1,
+) -> tuple[RankOrder, float]:
     """The order with the lowest cost that annealing finds, never worse than `start`; and its cost.
 
     A move reverses a stretch, moves one element, swaps two, moves a stretch, or moves a stretch reversed. A worse order
@@ -54,7 +59,7 @@ def _normalised(difference: float) -> float:
     return difference / 10 ** (math.floor(math.log10(difference)) + 1)
 
 
-def _moved(order: Order, rng: random.Random) -> list[int]:
+def _moved(order: RankOrder, rng: random.Random) -> list[int]:
     moved = list(order)
     first, last = sorted(rng.sample(range(len(moved) + 1), 2))
     move = rng.randrange(5)

@@ -23,7 +23,7 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.forward import layer_and_ends
-from thinwire.planner.order import Order, annealed
+from thinwire.planner.order import RankOrder, annealed
 from thinwire.planner.search import Priced
 from thinwire.planner.stages import Grid, Stages, stages_of
 
@@ -40,11 +40,11 @@ class PlacedMachine(Grid):
     """
 
     machine: Machine = field(kw_only=True)
-    order: Order = field(kw_only=True)
+    order: RankOrder = field(kw_only=True)
     pass_s: float = field(kw_only=True)
 
     @classmethod
-    def of(cls, machine: Machine, order: Order, layer: str, num_layers: int) -> PlacedMachine:
+    def of(cls, machine: Machine, order: RankOrder, layer: str, num_layers: int) -> PlacedMachine:
         """The machine with ranks in this order. layer: the kind of work of the model's layers."""
         local, launch = machine.local_size, machine.rates.get(layer.replace("layer", "launch"), math.inf)
         flops, nodes = machine.rates[layer], machine.num_ranks // local
@@ -115,7 +115,7 @@ class Pricing:
     methods: Mapping[str, Method]
     seq_len: int
     dtype: str
-    _orders: dict[Hashable, tuple[Order, float]] = field(default_factory=dict)
+    _orders: dict[Hashable, tuple[RankOrder, float]] = field(default_factory=dict)
     _plans: dict[Hashable, MethodPlan] = field(default_factory=dict)
 
     @cached_property
@@ -124,10 +124,10 @@ class Pricing:
         return self.machine.layer(self.model.config.hidden_size, self.dtype)
 
     @cached_property
-    def nodes(self) -> Order:
+    def nodes(self) -> RankOrder:
         return tuple(range(self.machine.num_ranks // self.machine.local_size))
 
-    def ranks_of(self, nodes: Order) -> Order:
+    def ranks_of(self, nodes: RankOrder) -> RankOrder:
         """The order of ranks from an order of nodes; a node's ranks stay together."""
         local = self.machine.local_size
         return tuple(node * local + each for node in nodes for each in range(local))
@@ -136,7 +136,7 @@ class Pricing:
         """Memory of a process with this many bytes of weights, states and activations."""
         return self.machine.base_bytes + SCRATCH * counted_bytes
 
-    def placed(self, order: Order) -> PlacedMachine:
+    def placed(self, order: RankOrder) -> PlacedMachine:
         """The machine with its ranks in this order."""
         return PlacedMachine.of(self.machine, order, self.layer, len(self.model.model.layers))
 
@@ -212,7 +212,7 @@ class Pricing:
         of_node = local * crossing if plan.crossing is None else plan.crossing
         return max(crossing / others / slowest, of_node / ports)
 
-    def _best(self, way: Candidate) -> tuple[Order, float]:
+    def _best(self, way: Candidate) -> tuple[RankOrder, float]:
         machine, operations = self.machine, 3 * self.forward_of(way.micro_batch)
         busy = machine.cores.slowdown(0, machine.threads * machine.cores.hosts.count(0))
         compute_s = operations / machine.rates[self.layer] * busy / min(machine.speeds or (1.0,))
@@ -223,7 +223,7 @@ class Pricing:
             self._orders[key] = self._searched(way, compute_s)
         return self._orders[key]
 
-    def _searched(self, way: Candidate, compute_s: float) -> tuple[Order, float]:
+    def _searched(self, way: Candidate, compute_s: float) -> tuple[RankOrder, float]:
         """The best order by closed forms, and a step's seconds."""
         machine = self.machine
         features = way.micro_batch * self.seq_len * self.model.config.hidden_size
@@ -231,7 +231,7 @@ class Pricing:
         sizes = [float(crossing.packet_bytes(way_, features, torch.float32)) for way_ in ("forward", "backward")]
         sent = self._plan_of(way, self.model).sent_on("inter") / way.stages / 2 if way.replicas > 1 else 0.0
 
-        def cost(nodes: Order) -> float:
+        def cost(nodes: RankOrder) -> float:
             grid = self.placed(self.ranks_of(nodes))
             trip = max(trip_s(ranks, fabric, *sizes) for ranks in grid.pipelines(way.stages))
             ring = max(ring_s(ranks, fabric, sent) for ranks in grid.groups(way.stages))

@@ -16,7 +16,7 @@ from thinwire.planner.candidates import Candidate
 from thinwire.planner.stages import Grid, Stages, stages_of
 
 # (candidate, stage) -> what the method holds and sends on one rank of it.
-Planned = Callable[[Candidate, Stages, int], MethodPlan]
+PlanOf = Callable[[Candidate, Stages, int], MethodPlan]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Search:
 
 
 def search(
-    model: Llama, found: Iterable[Candidate], planned: Planned, grid: Grid, seq_len: int,
+    model: Llama, found: Iterable[Candidate], planned: PlanOf, grid: Grid, seq_len: int,
     memory_bytes: float | None = None, loss: str = "auto",
 ) -> Search:  # fmt: skip
     """Price candidates, and rank those whose fullest stage fits a rank's memory. The model has no memory.
@@ -118,7 +118,7 @@ def ranked(
     return Search(tuple(fits), tuple(sorted(too_large, key=lambda priced: priced.memory_bytes)), refused)
 
 
-def price(candidate: Candidate, stages: Stages, planned: Planned, grid: Grid) -> Priced:
+def price(candidate: Candidate, stages: Stages, planned: PlanOf, grid: Grid) -> Priced:
     """The costs of one candidate whose pipeline was simulated."""
     plans = {stage: planned(candidate, stages, stage) for stage in stages.heaviest}
     memory = max(stages.memory_bytes(stage, plan) for stage, plan in plans.items())

@@ -25,7 +25,7 @@ from thinwire.run.place import IslandPlace
 from thinwire.run.run import tables_in_effect
 from thinwire.table import Row
 
-Gather = Callable[[Any], list[Any]]
+GatherObjects = Callable[[Any], list[Any]]
 
 POLL_S = 0.05
 HINTS = {"tokens": "the machines hold different data; copy the same files to all of them"}
@@ -139,7 +139,9 @@ def agree_among_islands(
         raise ThinwireError(f"island {island.number} can't reach the meeting of the islands: {error}") from error
 
 
-def _newest_of_all(checkpoints: Path, mine: Path | None, who: str, gather: Gather) -> tuple[Path | None, list[Row]]:
+def _newest_of_all(
+    checkpoints: Path, mine: Path | None, who: str, gather: GatherObjects
+) -> tuple[Path | None, list[Row]]:
     """The last checkpoint if all have the same one, else the newest that is sound on every rank's or island's disk."""
     lasts = gather(step_of(mine))
     if len(set(lasts)) == 1:

@@ -22,7 +22,7 @@ from thinwire.hosts.ranks import Axis, Ranks, open_ranks
 from thinwire.hosts.sums import JoinedSums, looking_across
 from thinwire.layout.layers import layers_of
 from thinwire.methods.fsdp import FSDPMethod, ShardingStrategy, cut_by_rows
-from thinwire.methods.sums import Groups
+from thinwire.methods.sums import ParamGroups
 from thinwire.optim import SummingOptimizer
 from thinwire.state.elementwise import check_elementwise
 from thinwire.state.portable import Held
@@ -118,7 +118,7 @@ class FSDPOptimizer(AgreeingOptimizer):
         modules: list[nn.Module],
         reshard_after_forward: bool,
         rows: list[Row],
-        across: Groups,
+        across: ParamGroups,
         shapes: Mapping[str, torch.Size],
         seed: int,
     ) -> None:

@@ -29,9 +29,9 @@ from thinwire.methods.interface import GradientMemory
 # Most whole gradients that may wait for the link at once; backward waits if there are more.
 MAX_REDUCTIONS = 4
 # Part of a reduction: takes the link, the sum so far, the present parameters, and a seed.
-Hop = Callable[[Link, Tensor, list[int], int], Rounds[Tensor]]
+HopSum = Callable[[Link, Tensor, list[int], int], Rounds[Tensor]]
 # Makes the memory of one module's reduction, given the elements of a rank's part of each parameter.
-Memory = Callable[[Sequence[int]], GradientMemory | None]
+MemoryOf = Callable[[Sequence[int]], GradientMemory | None]
 
 
 class ReduceScatter(Plug):
@@ -51,7 +51,7 @@ class ReduceScatter(Plug):
         unit: GatheredUnit,
         seed: int,
         under_way: deque[Future[None]],
-        memory: Memory,
+        memory: MemoryOf,
     ) -> None:
         super().__init__(axis, unit, seed)
         self.replicas = replicas
@@ -80,7 +80,7 @@ class ReduceScatter(Plug):
         """Fill output_tensor, [n], from input_tensor, [num_shards * n]."""
         factor = _compat.factor_of(op, self.axis.size)
         present = self._take_present(output_tensor.numel())
-        hops: list[Hop] = [self._over_shards]
+        hops: list[HopSum] = [self._over_shards]
         reason = "it is divided after the sum" if op == dist.ReduceOp.SUM else ""
         if self.replicas.size > 1 and self.unit.group.all_reduces_at_once:
             factor *= self.unit.group.replica_factor(op, self.replicas.size)
@@ -125,7 +125,7 @@ class ReduceScatter(Plug):
         return present
 
     def _submit(
-        self, hops: Sequence[Hop], start: Tensor, mean: Tensor, factor: float, present: list[int], reason: str
+        self, hops: Sequence[HopSum], start: Tensor, mean: Tensor, factor: float, present: list[int], reason: str
     ) -> None:
         seed = self.next_seed(GRADIENTS)
 

@@ -37,7 +37,7 @@ from thinwire.methods.pipeline.plan import (
 )
 from thinwire.methods.pipeline.vocabulary import wide
 
-Shape = Callable[[int, Any], Sequence[int]]
+ShapeAt = Callable[[int, Any], Sequence[int]]
 
 
 class Runner:
@@ -66,7 +66,7 @@ class Runner:
     """
 
     def __init__(
-        self, plan: Plan, chunks: Mapping[int, nn.Module], mailbox: Mailbox, shape: Shape, *,
+        self, plan: Plan, chunks: Mapping[int, nn.Module], mailbox: Mailbox, shape: ShapeAt, *,
         dtype: torch.dtype = torch.float32, crossing: Crossing | None = None,
         device: torch.device | str = "cpu", tied: TiedWeights | None = None,
         last: Mapping[int, LastMessages] | None = None, keys: Callable[[Any], Sequence[bytes]] | None = None,

@@ -38,7 +38,7 @@ from thinwire.table import Row
 
 # The first step warms up; this one is measured.
 MEASURED_STEP = 2
-Batch = tuple[Tensor, Tensor]
+MicroBatch = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -47,7 +47,7 @@ def models_own(module: Any, batch: Any) -> Tensor:
     return module(*batch)
 
 
-def keys_of(micro_batch: Batch) -> list[bytes]:
+def keys_of(micro_batch: MicroBatch) -> list[bytes]:
     """The keys of a micro-batch's sequences."""
     return sequence_keys(micro_batch[0])
 
@@ -256,7 +256,7 @@ class PipelineStage:
             if chunk.chunk.gives_loss:
                 cut_loss(chunk.chunk.model, head)
 
-    def forward_backward(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
+    def forward_backward(self, batches: Sequence[MicroBatch], loss: Loss = models_own) -> float:
         """Compute the gradients of the mean loss over all tokens of the batches.
 
         Return the loss on the head's rank, else 0.
@@ -282,7 +282,7 @@ class PipelineStage:
             self._fit(runner, batches)
         return float(part)
 
-    def next_loss(self, batches: Sequence[Batch], loss: Loss = models_own) -> float:
+    def next_loss(self, batches: Sequence[MicroBatch], loss: Loss = models_own) -> float:
         """The loss that `forward_backward` would return, as the mean over all replicas. A collective over all ranks."""
         self._call_by(loss)
         part = self._runner(len(batches)).evaluate(batches, token_shares(batches), self.num_before)
@@ -428,7 +428,7 @@ class PipelineStage:
         grads = [grad for name in names if (grad := model.get_parameter(name).grad) is not None]
         return float(nn.utils.get_total_norm(grads)) if grads else 0.0
 
-    def sent_bytes(self, batches: Sequence[Batch]) -> list[int]:
+    def sent_bytes(self, batches: Sequence[MicroBatch]) -> list[int]:
         """Payload bytes of each rank in a step of these micro-batches, without messages between replicas, by formula.
 
         An upper bound if packets vary in length.
@@ -502,7 +502,7 @@ class PipelineStage:
             device=self.device, tied=self.tied, last=self.last, keys=keys_of, vocabulary=self.part.vocabulary,
         )  # fmt: skip
 
-    def _fit(self, runner: Runner, batches: Sequence[Batch]) -> None:
+    def _fit(self, runner: Runner, batches: Sequence[MicroBatch]) -> None:
         """Measure, and plan the steps that follow. All ranks compute the same plan from the same numbers."""
         costs: Costs = self._of_first(measured(runner, self.comm, batches))
         network: Network = self._of_first(measured_links(self.comm, self._probe))

@@ -27,7 +27,7 @@ from thinwire.methods.pipeline.vocabulary import (
 from thinwire.optim.sums import SummingOptimizer
 from thinwire.state.elementwise import needs_whole_tensors
 
-Batch = tuple[Tensor, Tensor | None]
+TokenBatch = tuple[Tensor, Tensor | None]
 
 
 class VocabularyRows(nn.Module):
@@ -128,26 +128,26 @@ class SpreadVocabulary:
         # What a training loop calls a model through, see StageChunk.
         self.loss: Callable[[Any, Any], Tensor] = lambda module, batch: module(*batch)
 
-    def count(self, rank: int, micro_batch: Batch) -> int:
+    def count(self, rank: int, micro_batch: TokenBatch) -> int:
         """Number of tokens of a micro-batch whose rows a rank has; if tokens are on the meta device, an equal share."""
         if micro_batch[0].is_meta:
             return micro_batch[0].numel() // self.num_ranks
         return int(self._here(rank, micro_batch).sum())
 
-    def num_elements(self, kind: str, rank: int, micro_batch: Batch) -> int:
+    def num_elements(self, kind: str, rank: int, micro_batch: TokenBatch) -> int:
         """Number of elements of a message, see Shared. rank: the rank whose rows it is about."""
         if kind in ("rows", "gradient"):
             return self.count(rank, micro_batch) * self.features
         has_loss = micro_batch[1] is not None
         return micro_batch[0].numel() * (NUM_SCORES * has_loss if kind == "scores" else self.features)
 
-    def embed(self, micro_batch: Batch) -> Tensor:
+    def embed(self, micro_batch: TokenBatch) -> Tensor:
         """[n, h]: the embeddings of the tokens whose rows are here, in the tokens' order."""
         tokens = micro_batch[0].flatten()
         found = tokens[self.rows.own.local(tokens)[1]] - self.rows.own.first
         return self.embedding.weight.detach()[found]
 
-    def joined(self, micro_batch: Batch, of_ranks: Sequence[Tensor]) -> Tensor:
+    def joined(self, micro_batch: TokenBatch, of_ranks: Sequence[Tensor]) -> Tensor:
         """[batch, seq, h]: the embeddings of all tokens, from every rank's `embed`."""
         tokens = micro_batch[0]
         whole = of_ranks[0].new_empty(tokens.numel(), self.features)
@@ -155,12 +155,12 @@ class SpreadVocabulary:
             whole[self._here(rank, micro_batch)] = rows.view(-1, self.features)
         return whole.view(*tokens.shape, self.features)
 
-    def parted(self, micro_batch: Batch, gradient: Tensor) -> list[Tensor]:
+    def parted(self, micro_batch: TokenBatch, gradient: Tensor) -> list[Tensor]:
         """The inverse of `joined`: the gradient [n, h] for each rank."""
         flat = gradient.reshape(-1, self.features)
         return [flat[self._here(rank, micro_batch)] for rank in range(self.num_ranks)]
 
-    def scatter(self, micro_batch: Batch, gradient: Tensor) -> None:
+    def scatter(self, micro_batch: TokenBatch, gradient: Tensor) -> None:
         """Add the gradient [n, h] of the result of `embed` to the rows' gradient."""
         own, tokens = self.rows.own, micro_batch[0].flatten()
         tokens = tokens[own.local(tokens)[1]]
@@ -169,7 +169,7 @@ class SpreadVocabulary:
             gradient, tokens = gradient[tokens != self.padding], tokens[tokens != self.padding]
         self.add(self.embedding, embedded_gradient(gradient, tokens, own))
 
-    def logits(self, micro_batch: Batch, hidden: Tensor) -> Tensor:
+    def logits(self, micro_batch: TokenBatch, hidden: Tensor) -> Tensor:
         """[batch, seq, V/p], in the dtype of the hidden state."""
         x, weight = self.factors(hidden)
         found = logits_of(x, weight, self.rows.own)
@@ -187,7 +187,7 @@ class SpreadVocabulary:
         gradient = gradient.to(rows.weight.dtype)
         rows.weight.grad = gradient if rows.weight.grad is None else rows.weight.grad.add_(gradient)
 
-    def _here(self, rank: int, micro_batch: Batch) -> Tensor:
+    def _here(self, rank: int, micro_batch: TokenBatch) -> Tensor:
         """bool [N]: the tokens whose rows a rank has."""
         return self._owns[rank].local(micro_batch[0].flatten())[1]
 
@@ -198,7 +198,7 @@ class HeadPass:
     share: weight of its mean loss in the step's loss.
     """
 
-    def __init__(self, vocabulary: SpreadVocabulary, micro_batch: Batch, share: float, barriers: int) -> None:
+    def __init__(self, vocabulary: SpreadVocabulary, micro_batch: TokenBatch, share: float, barriers: int) -> None:
         assert micro_batch[1] is not None
         self.vocabulary, self.micro_batch, self.barriers = vocabulary, micro_batch, barriers
         self.targets = micro_batch[1].flatten()

@@ -29,7 +29,7 @@ from thinwire.hosts.sharded.weights import Weights
 from thinwire.hosts.sums import JoinedSums, looking_across
 from thinwire.layout.buckets import BucketLayout, Unit, sent_by
 from thinwire.methods.sharded import ShardedMethod, cut_by
-from thinwire.methods.sums import Groups
+from thinwire.methods.sums import ParamGroups
 from thinwire.optim import SummingOptimizer
 from thinwire.state.agreement import StepStatus
 from thinwire.state.clipping import Clipping
@@ -136,7 +136,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         if residence is not None and residence.sampler is not None:
             residence.sampler.seed = partial(self._seeds.activations, ranks.comm.rank)
 
-    def _join(self, inner: SummingOptimizer, states: StatesInMemory, across: Groups) -> JoinedSums:
+    def _join(self, inner: SummingOptimizer, states: StatesInMemory, across: ParamGroups) -> JoinedSums:
         held = {owned.slot.name: owned.master for owned in states.owned if owned.slot.name in across}
         cuts = [(c, cut_by((b.layout for b in self.buckets if b.comm is c), across)) for c in self._comms]
         return JoinedSums.of(inner, held, cuts, across, self._seeds.updates)

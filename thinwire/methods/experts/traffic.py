@@ -17,8 +17,8 @@ from thinwire.table import Row
 
 Pair = tuple[int, int]
 # Bytes from rank to rank that leave together; the hops of each of four ways.
-Hop = dict[Pair, int]
-Ways = list[list[Hop]]
+HopBytes = dict[Pair, int]
+Ways = list[list[HopBytes]]
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def legs(
     packet has its number of rows, and each message the sizes of its packets. For rows that enter a node once, see
     legs_once.
     """
-    moved: Hop = {}
-    returned: Hop = {}
+    moved: HopBytes = {}
+    returned: HopBytes = {}
     for source, home in product(range(placement.ranks), repeat=2):
         gathers = options.move == "slices" and placement.team(source) == placement.team(home)
         if source != home and (gathers or options.move == "experts"):
@@ -111,10 +111,10 @@ def legs(
     return found
 
 
-def two_hops(placement: ExpertPlacement, way: Hop, local_size: int) -> list[Hop]:
+def two_hops(placement: ExpertPlacement, way: HopBytes, local_size: int) -> list[HopBytes]:
     """The hops of one way through the rank at the receiver's place in the sender's node."""
-    inside: Hop = defaultdict(int)
-    between: Hop = defaultdict(int)
+    inside: HopBytes = defaultdict(int)
+    between: HopBytes = defaultdict(int)
     for (source, home), num_bytes in way.items():
         passes_on = source - source % local_size + home % local_size
         inside[source, passes_on] += num_bytes
@@ -132,7 +132,7 @@ def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, l
 
     Between nodes: its row, the weights and numbers of its experts, and one sum; inside: exact rows of all that entered.
     """
-    outer: list[Hop] = [{}, {}, {}, {}]
+    outer: list[HopBytes] = [{}, {}, {}, {}]
     num_nodes, per_node = placement.ranks // local_size, placement.experts * local_size // placement.ranks
     weights = 2 * rows.top_k * rows.of_weights.itemsize
     for source, node in product(range(placement.ranks), range(num_nodes)):
@@ -143,7 +143,7 @@ def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, l
             outer[way][(home, source) if way % 2 else (source, home)] = body + more
     place_inside = ExpertPlacement(per_node, local_size, placement.slices)
     plain = ExpertParallel(local_size, placement.slices)
-    inner: list[Hop] = [{}, {}, {}, {}]
+    inner: list[HopBytes] = [{}, {}, {}, {}]
     for node in range(num_nodes):
         own = slice(node * per_node, (node + 1) * per_node)
         merged = [
@@ -160,12 +160,14 @@ def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, l
     return [[near, far] if way % 2 else [far, near] for way, (far, near) in enumerate(both)]
 
 
-def packets(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, chunk: int, *, counted: bool) -> list[Hop]:
+def packets(
+    placement: ExpertPlacement, rows: Rows, options: ExpertParallel, chunk: int, *, counted: bool
+) -> list[HopBytes]:
     """Bytes of a chunk's rows from their source to their home, back, and of the gradients of both.
 
     counted: every chunk has its number of rows in front; otherwise only the first chunk's rows to their experts.
     """
-    ways: list[Hop] = [{}, {}, {}, {}]
+    ways: list[HopBytes] = [{}, {}, {}, {}]
     for source, home in product(range(placement.ranks), repeat=2):
         if options.move == "slices" and source % placement.slices != home % placement.slices:
             continue

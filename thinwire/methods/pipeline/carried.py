@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, Plan, ordered, straight
 
-Place = tuple[str, int]
+CarriedKey = tuple[str, int]
 
 
 class Carried:
@@ -26,8 +26,8 @@ class Carried:
     """
 
     def __init__(self) -> None:
-        self._now: dict[Place, Tensor] = {}
-        self._last: dict[Place, Tensor] = {}
+        self._now: dict[CarriedKey, Tensor] = {}
+        self._last: dict[CarriedKey, Tensor] = {}
         self._turn: dict[int, int] = {}
 
     def begin(self, order: Sequence[int]) -> None:

@@ -115,7 +115,7 @@ class PipelineTimeline:
 
 
 # What a free rank does now, if anything.
-Choice = Callable[[int, "PipelineClock"], Action | None]
+NextAction = Callable[[int, "PipelineClock"], Action | None]
 
 
 def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Cores | None = None) -> PipelineTimeline:
@@ -188,7 +188,7 @@ class PipelineClock:
         """Whether everything that an action needs is on its rank."""
         return all(need in self.done for need in self.routes.needs(action))
 
-    def run(self, choose: Choice, recomputed: set[Visit]) -> PipelineTimeline:
+    def run(self, choose: NextAction, recomputed: set[Visit]) -> PipelineTimeline:
         """Let each free rank run the action that `choose` returns, until nothing is left."""
         while True:
             for rank in sorted(self.free):

@@ -167,5 +167,5 @@ def test_a_dataset_is_streamed_by_name_and_config(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="give the name of a dataset"):
         list(documents("hf:"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install thinwire\[hf\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[hf\]'"):
         list(documents("hf:owner/name"))

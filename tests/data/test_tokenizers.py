@@ -91,5 +91,5 @@ def test_a_bad_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"is no tokenizer.json"):
         load_tokenizer(str(path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install thinwire\[hf\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[hf\]'"):
         load_tokenizer(str(path))

@@ -231,7 +231,7 @@ def test_delay_and_loss_need_netem() -> None:
 
 def test_pyroute2_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'thinwire\[lab\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[lab\]'"):
         LabNetwork(LabSpec())
 
 

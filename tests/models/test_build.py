@@ -151,5 +151,5 @@ def test_a_folder_that_is_no_model_is_refused(folder: Path) -> None:
 
 def test_without_transformers_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install thinwire\[hf\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[hf\]'"):
         hf(folder)

@@ -216,5 +216,7 @@ def test_bad_input_has_a_nearest_choice(monkeypatch: pytest.MonkeyPatch) -> None
         return ours(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without_scipy)
-    with pytest.raises(ConfigError, match=r"pip install 'thinwire\[plan\]'; nearest without it: m-etf"):
+    with pytest.raises(
+        ConfigError, match=r"pip install -e '\.\[plan\]' in thinwire's folder; nearest without it: m-etf"
+    ):
         thinwire.place(model, inputs, machine(2), seconds=stated)

@@ -46,7 +46,7 @@ def test_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
 
 def test_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install thinwire\[track\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[track\]'"):
         open_trackers(["wandb"], tmp_path, {})
 
 

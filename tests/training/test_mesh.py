@@ -45,7 +45,7 @@ ROWS = {
     "left-whole": (1, "--strategy zero --mesh data=1 --local-size 1", "apart"),
     "left-stages": (2, f"--strategy zero --mesh pipeline=2 --local-size 1 {EXACT}", "apart"),
     "left-rows": (2, f"--strategy zero --mesh pipeline=2 --local-size 1 {EXACT} --pipeline.head spread", "apart"),
-    "left-tensor": (2, "--strategy zero --mesh tensor=2 --local-size 1", "apart"),
+    "left-tensor": (2, "--strategy zero --mesh tensor=2 --local-size 2", "apart"),
 }
 
 

@@ -96,7 +96,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         if model is not None:
             check_axes(model, config.mesh_shape.sizes)
         if config.mesh_shape.tensor > 1:
-            check_tensor(config, model)
+            problems.note(check_tensor, config, model)
         if config.tensor == AUTO and not config.chooses_stages:
             raise ConfigError(f"--tensor {AUTO} is found beside the stages; nearest: --stages {AUTO} --tensor {AUTO}")
         if config.is_planned_late:
@@ -142,15 +142,15 @@ def check_tensor(config: TrainConfig, model: nn.Module | None) -> None:
     """Raise ConfigError, with all reasons, for a tensor axis that does not fit the model or spans machines."""
     problems, size = Problems(), config.mesh_shape.tensor
     machine = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
-    if config.local_size is not None and config.local_size % size and config.local_size < config.world_size:
-        problems.messages.append(
-            f"--local-size {config.local_size}: a tensor axis of {size} ranks would span nodes, and its sums in each "
-            f"layer cross the network; nearest: --local-size {size}"
-        )
-    elif config.world_size > machine and machine % size:
+    if config.world_size > machine and machine % size:
         problems.messages.append(
             f"a tensor axis of {size} ranks on machines of {machine}: its sums in each layer would cross the network; "
             f"nearest: --tensor {gcd(size, machine)}, or --stages {size}"
+        )
+    elif config.local_size is not None and config.local_size % size and config.local_size < config.world_size:
+        problems.messages.append(
+            f"--local-size {config.local_size}: a tensor axis of {size} ranks would span nodes, and its sums in each "
+            f"layer cross the network; nearest: --local-size {size}"
         )
     if config.model.startswith("hf:"):
         problems.note(check_cut, check_hf(config.model.removeprefix("hf:"), 1, 1, {}), size)
@@ -696,16 +696,19 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     records = read_metrics(run_dir.metrics)
     if records and records[-1].step > step:
         why += f"; steps {step + 1} to {records[-1].step} are in no sound checkpoint, and are taken again"
+    problems = Problems()
     if step > config.steps:
-        raise ConfigError(f"--resume: step {step} is past --steps {config.steps}; nearest: --steps {step + 1}")
+        problems.messages.append(f"--resume: step {step} is past --steps {config.steps}; nearest: --steps {step + 1}")
     if step == config.steps:
         why += f"; no step of --steps {step} is left: it measures and reports again, and trains nothing"
     rows.append(("--resume", f"goes on after step {step}", why))
     if config.stop_at is not None and config.stop_at < step:
-        raise ConfigError(f"--stop-at {config.stop_at}: the checkpoint was taken after step {step}; nearest: {step}")
+        problems.messages.append(
+            f"--stop-at {config.stop_at}: the checkpoint was taken after step {step}; nearest: {step}"
+        )
     if not run_dir.config(config.node).is_file():
+        problems.raise_any()
         return rows
-    problems = Problems()
     old = read_toml(run_dir.config(config.node), problems)
     for name in FIXED_ON_RESUME:
         before, after = getattr(old, name), getattr(config, name)

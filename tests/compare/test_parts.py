@@ -178,7 +178,7 @@ def test_the_part_behind_the_dashes_is_for_the_training(tmp_path: Path) -> None:
     problems = Problems()
     args = [str(tmp_path / "race.toml"), "--rounds", "2", "--no-bound", "--", "--steps", "40", "--lr", "0.1"]
     race, train = read_race(args, problems)
-    assert race == RaceConfig(rounds=2, no_bound=True) and not problems.messages
+    assert race == RaceConfig(rounds=2, bound=False) and not problems.messages
     assert (train.steps, train.model, train.lr) == (40, "tiny", 0.1)
 
 

@@ -272,7 +272,9 @@ def shown(default: object) -> str:
         return ""
     if isinstance(default, tuple):
         return " ".join(default)
-    return "off" if default is False else str(default).strip()
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default).strip()
 
 
 def test_every_metric_is_documented() -> None:

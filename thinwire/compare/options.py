@@ -37,8 +37,8 @@ class RaceConfig:
     """Steps over which the training loss is averaged; by default 20, or all steps of a shorter run."""
     seeds: str | None = None
     """Seeds, separated by commas, of each contestant's runs; by default the configuration's."""
-    no_bound: bool = False
-    """Do not measure computation alone, and so leave out the least time that a step could take."""
+    bound: bool = True
+    """Measure computation alone too, for the least time that a step could take."""
     timeout: float = 600.0
     """Seconds without a new step after which a contestant is given up."""
     out: str = "runs/compare"

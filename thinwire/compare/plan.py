@@ -86,7 +86,7 @@ class RacePlan:
             "timed_steps": self.race.timed_steps,
             "smooth": self.smooth,
             "target_loss": self.target,
-            "bound": not self.race.no_bound,
+            "bound": self.race.bound,
             "train": {**train, "track": list(self.train.track)},
         }
 

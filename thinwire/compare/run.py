@@ -97,7 +97,7 @@ class RaceRunner:
         """Yield (seed, round, contestant) of each remaining leg; None stands for the computation alone."""
         plan, num_rounds = self.plan, len(self.plan.stops)
         measured = {(alone.seed, alone.turn) for alone in self.record.alone}
-        runners = [*plan.contestants, *([] if plan.race.no_bound else [None])]
+        runners = [*plan.contestants, *([None] if plan.race.bound else [])]
         for shift, (seed, turn) in enumerate(product(plan.seeds, range(1, num_rounds + 1))):
             first = shift % len(runners)
             for contestant in (*runners[first:], *runners[:first]):

@@ -83,7 +83,7 @@ def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name:
     contestants = [contestant(number, way, found) for number, way in enumerate(ways, 1)]
     out = Path(config.out)
     asked = RaceConfig(
-        lab=str(lab_of(found.machine)), rounds=ROUNDS, no_bound=True, overwrite=True,
+        lab=str(lab_of(found.machine)), rounds=ROUNDS, bound=False, overwrite=True,
         out=str(out.with_name(f"{out.stem}-{name}")),
     )  # fmt: skip
     shared = replace(

@@ -17,7 +17,7 @@ from thinwire import SDP4Bit, cli
 from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine
 from thinwire.lab.command import LabOptions
-from thinwire.launch.line import GROUPS
+from thinwire.launch.line import GROUPS, command_line
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
 
@@ -127,6 +127,11 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         (["train", "--strategy", "sdp4", "--inner", "dpd"], ["--inner dpd: no such", "--strategy sdp4: no such"]),
         (["train", "--dgc.density", "2", "--dgc.momentum", "1"], ["density 2.0 ", "momentum 1.0 of dgc"]),
         (["codecs", "foo", "bar"], ["codec 'foo'", "codec 'bar'"]),
+        (["train", "--sdp4bit.weights", "int99", "--workers", "0"], ["weights 'int99' of SDP4Bit", "--workers 0: must"]),
+        (
+            ["train", "--mesh", "data=2,tensor=2", "--workers", "4", "--tensor", "3", "--stages", "2"],
+            ["--tensor 3 and --mesh", "--stages 2 and --mesh"],
+        ),
         (["plan", "--model", "tinny"], ["machine.json: No such file", "model 'tinny': no such preset"]),
     ],
 )
@@ -289,11 +294,29 @@ def test_errors_exit_with_2(
     assert stopped.value.code == 2 and flags[0] in said.err and not said.out
 
 
-def test_errors_come_without_a_traceback() -> None:
-    command = [sys.executable, "-m", "thinwire", "train", "--workers", "0"]
-    done = subprocess.run(command, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--workers 0", ["--workers 0: must be at least 1"]),
+        (
+            "--mesh data=3 --workers 2 --lr x --optimizer nope",
+            ["--lr x: must", "--mesh data=3 has 3 ranks and the run has 2", "--optimizer nope: no such optimizer"],
+        ),
+        ("--mesh data=3,tensro=2 --workers x", ["--workers x: must be", "an axis 'tensro'"]),
+    ],
+)
+def test_a_process_without_torch_tells_the_same(tmp_path: Path, flags: str, told: list[str]) -> None:
+    command = [sys.executable, "-m", "thinwire", "train", *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
-    assert "--workers" in done.stderr and "Traceback" not in done.stderr and not done.stdout
+    assert all(part in done.stderr for part in told) and "Traceback" not in done.stderr and not done.stdout
+
+
+def test_a_flag_that_stands_twice_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    problems = Problems()
+    args = ["--steps", "3", "--inject", "a", "--inject", "b", "--steps=4", "--data", "x"]
+    assert command_line().read(args, problems)[""]["steps"] == 4 and not problems.messages
+    assert capsys.readouterr().err == "thinwire: --steps stands 2 times: the last counts, --steps=4\n"
 
 
 def test_a_reader_who_leaves_early_leaves_no_traceback() -> None:

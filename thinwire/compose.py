@@ -40,7 +40,7 @@ from thinwire.hosts.ranks import Axis, along
 from thinwire.hosts.sequence import SequenceRanks, sequence_parallel
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.hosts.stages import StageAxis, skeleton_of
-from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters, misfits
+from thinwire.hosts.tensor import CopiedGradients, TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.islands.optimizer import INSIDE
 from thinwire.layout.mesh import AXES, check_axis, check_beside
 from thinwire.methods.experts import ExpertParallel, check_data_method
@@ -100,6 +100,7 @@ class Stage:
         self.module, self.optimizer, self.sequence, self.experts = module, optimizer, sequence, experts
         # What cuts parameters: a mixture has no tensor axis.
         self._cut: TensorAxis | ExpertRanks | SpreadRows | None = tensor or experts
+        self._copies = CopiedGradients(module, tensor) if tensor is not None else None
         self._rows = list(rows)
         if sequence is not None:
             self.borders = sequence.rounds
@@ -200,9 +201,12 @@ class Stage:
         """Wait for the mean gradient, and agree with all ranks of the mesh on its norm, the loss and stopping.
 
         Returns the 2-norm of the whole gradient, fp64 scalar. Each element of the model counts once. Raises
-        RuntimeError after a `forward_backward` that failed in a backward.
+        RuntimeError after a `forward_backward` that failed in a backward; ConfigError in the first step if ranks of a
+        tensor axis have different gradients of a parameter that all of them hold whole.
         """
         self._refuse_after_failure()
+        if self._copies is not None:
+            self._copies.compare()
         return self.optimizer.reduce()
 
     def update(self, max_norm: float = math.inf) -> Tensor:

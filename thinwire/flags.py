@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
@@ -172,6 +174,7 @@ class CommandLine:
             parsed, rest = self._parse(args, wrong, is_lenient=True)
         if parsed.help or getattr(parsed, "help_all", False):
             self.show_help(everything=not parsed.help)
+        self._tell_repeated(args)
         unknown = [word for word in rest if word.startswith("-") and not word[1:2].isdigit()]
         for word in unknown:
             name = word.partition("=")[0].replace("_", "-")
@@ -183,6 +186,19 @@ class CommandLine:
         words = self._own([*parsed.words, *(word for word in rest if word not in unknown)], args, unknown, problems)
         stated[""] |= self._placed(words, problems, knows_all=not unknown, hint=hint)
         return stated
+
+    def _tell_repeated(self, args: Sequence[str]) -> None:
+        """Say which flags stand more than once, since only the last counts."""
+        appended = {option.flag(table) for table in self.tables for option in self.tables[table] if option.markers}
+        found: dict[str, list[int]] = {}
+        for place, arg in enumerate(args):
+            if arg.startswith("--") and (name := arg.partition("=")[0].replace("_", "-")) not in appended:
+                found.setdefault(name, []).append(place)
+        for name, places in found.items():
+            if len(places) > 1 and os.environ.get("RANK", "0") == "0":
+                value = args[places[-1] + 1 : places[-1] + 2] if "=" not in args[places[-1]] else []
+                last = " ".join([args[places[-1]], *(word for word in value if not word.startswith("--"))])
+                print(f"thinwire: {name} stands {len(places)} times: the last counts, {last}", file=sys.stderr)
 
     def show_help(self, *, everything: bool) -> None:
         """Print the flags and exit."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -364,6 +365,54 @@ def test_what_does_not_fit_is_refused_with_the_nearest_choice() -> None:
     assert "has no data axis" in dataless
     assert "'dp': must be of" in short and "nearest: data" in short and "nearest: tensor" in short
     assert "'blocks.0.up.weight' of shape (7, 12)" in uneven and "multiple of 2" in uneven
+
+
+class ScaledHeads(nn.Module):
+    """A scale that all ranks hold whole, and that each applies to its own columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 5)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = (self.up(x).unflatten(-1, (-1, 2)) * self.scale).flatten(-2)
+        return self.down(scaled).square().mean()
+
+
+def scaled_heads(rank: int, world_size: int, is_summed: bool) -> tuple[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = ScaledHeads()
+    if is_summed:
+        model.scale.register_hook(lambda gradient: all_reduce(gradient, "sum", mesh["tensor"]))
+    parallelize_module(model, mesh["tensor"], PLAN)
+    stage = parallelize(model, adamw(model), mesh, [thinwire.Zero()], announce=False)
+    x, told = torch.randn(6, 12, generator=torch.Generator().manual_seed(0)), ""
+    # Gradients that are not finite tell nothing: the next step is compared.
+    for factor in (math.nan, 1.0, 1.0):
+        stage.forward_backward([x], lambda model, x, factor=factor: model(x) * factor)
+        try:
+            stage.step()
+        except thinwire.ConfigError as error:
+            told = str(error)
+            break
+    scale = model.scale.detach().clone()
+    stage.close()
+    return told, scale
+
+
+def test_a_whole_parameter_with_another_gradient_on_each_rank_is_refused_in_the_first_step() -> None:
+    assert all("scale: whole on all ranks of the tensor axis" in told for told, _ in run_workers(scaled_heads, 2, False))
+    one = ScaledHeads()
+    optimizer, x = adamw(one), torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        optimizer.zero_grad()
+        one(x).backward()
+        optimizer.step()
+    for told, scale in run_workers(scaled_heads, 2, True):
+        assert not told
+        torch.testing.assert_close(scale, one.scale.detach(), rtol=0, atol=1e-6)
 
 
 def apart(rank: int, world_size: int) -> list[bool]:

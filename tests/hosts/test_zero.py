@@ -520,6 +520,35 @@ def test_world_of_one_without_torch_distributed() -> None:
     assert any("single rank sends nothing" in why for _, _, why in optimizer.describe())
 
 
+class Scaled(nn.Module):
+    """A parameter without dimensions, registered first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.linear = nn.Parameter(torch.tensor(1.5)), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scale * self.linear(x)).square().mean()
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_a_parameter_without_dimensions_keeps_its_state(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    weights = []
+    for is_wrapped in (False, True):
+        model, x = Scaled(), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+        optimizer: Any = optimizer_class(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+        for step in range(4):
+            if step == 2 and is_wrapped:
+                # Every optimizer has a state by then; Adagrad has one from the start.
+                model, optimizer = thinwire.zero(model, optimizer, thinwire.Zero(), announce=False)  # type: ignore[assignment]
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([param.detach().clone() for param in model.parameters()])
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
+
+
 def small_gradients(rank: int, world_size: int) -> list[float]:
     """How far weights go whose gradients are too small for their group, without LoCo and with it."""
     moved = []

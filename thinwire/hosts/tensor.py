@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -248,6 +252,55 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
         module.register_forward_hook(lambda module, *_: axis.show_local(module), always_call=True)
     OwnDraws(axis.rank).draw_apart(model, axis.matrices)
     return axis
+
+
+class CopiedGradients:
+    """Compares the gradients of parameters that all ranks of the axis hold whole, in the first step that is finite.
+
+    A parameter between a matrix that is cut by columns and one that is cut by rows, such as a norm of the queries of
+    all heads, gets on each rank the gradient of that rank's columns alone. Its copies would drift apart.
+    """
+
+    # Part of a gradient's norm by which ranks may differ: on a GPU, sums may depend on the order of threads.
+    TOLERANCE = 1e-3
+
+    def __init__(self, model: nn.Module, axis: TensorAxis) -> None:
+        self.group = axis.mesh.get_group()
+        # {name: (norm, sum / sqrt(number of elements)) of the first gradient}
+        self.seen: dict[str, tuple[float, float]] = {}
+        local = set(axis.local_names())
+        whole = [(n, p) for n, p in model.named_parameters() if n not in local and p.requires_grad]
+        self._hooks = [param.register_hook(partial(self._see, name)) for name, param in whole]
+
+    def _see(self, name: str, gradient: Tensor) -> None:
+        if name not in self.seen:
+            values = gradient.detach().double()
+            self.seen[name] = float(values.norm()), float(values.sum()) / max(1, values.numel()) ** 0.5
+
+    def compare(self) -> None:
+        """Raise ConfigError on all ranks if any gradient differs. A collective over the axis until it has compared."""
+        if not self._hooks:
+            return
+        told: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(told, self.seen, group=self.group)
+        self.seen = {}
+        if not all(math.isfinite(value) for seen in told for pair in seen.values() for value in pair):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        names = sorted(set(chain(*told)))
+        if odd := [name for name in names if any(self._differ(told[0].get(name), seen.get(name)) for seen in told)]:
+            raise ConfigError(
+                f"{', '.join(odd)}: whole on all ranks of the tensor axis, and each rank has another gradient, which is "
+                "that of its own columns or heads; nearest: name it in the plan of parallelize_module, or sum it over "
+                "the axis in a hook that is registered before parallelize"
+            )
+
+    def _differ(self, first: tuple[float, float] | None, own: tuple[float, float] | None) -> bool:
+        if first is None or own is None:
+            return first is not own
+        return any(abs(a - b) > self.TOLERANCE * max(first[0], own[0]) for a, b in zip(first, own, strict=True))
 
 
 def misfits(model: nn.Module, mesh: DeviceMesh) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from thinwire.flags import Stated
 from thinwire.layout.mesh import MeshShape
 from thinwire.models.presets import check_preset
 from thinwire.registry import check_name
-from thinwire.run.config import TrainConfig, range_errors
+from thinwire.run.config import TrainConfig, check_num_ranks, range_errors
 from thinwire.run.run_dir import RunDir
 
 
@@ -33,8 +34,16 @@ def refuse_early(stated: Stated, problems: Problems) -> None:
     with problems.collect():
         RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
     problems.note(place_of, config.data)
-    if config.mesh is not None:
-        problems.note(MeshShape.parse, config.mesh)
+    wrong = {message.split()[0].rstrip(":") for message in problems.messages}
+    # torchrun states the number of ranks elsewhere.
+    is_counted = wrong.isdisjoint(("--mesh", "--workers", "--nodes")) and "WORLD_SIZE" not in os.environ
+    if config.mesh is not None and problems.note(MeshShape.parse, config.mesh) and is_counted:
+        problems.note(check_num_ranks, config)
+    if config.optimizer is not None and problems.messages:
+        # It loads torch. A second mistake is worth that.
+        from thinwire.run.optimizer import read_optimizer
+
+        problems.note(read_optimizer, config.optimizer)
     if config.inject:
         # What injects faults reads them, and loads torch.
         from thinwire.collectives.faults import parse

@@ -50,7 +50,15 @@ from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
-from thinwire.run.config import AUTO, FIXED_ON_RESUME, TrainConfig, derive, range_errors, with_derived
+from thinwire.run.config import (
+    AUTO,
+    FIXED_ON_RESUME,
+    TrainConfig,
+    check_num_ranks,
+    derive,
+    range_errors,
+    with_derived,
+)
 from thinwire.run.effects import batch_row, late_rows, pipeline_rows, resume_rows, unused_rows
 from thinwire.run.optimizer import name_of
 from thinwire.run.residency import resolved
@@ -121,14 +129,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
 def check_mesh(config: TrainConfig, run: Run | None) -> None:
     """Raise ConfigError for a mesh of another number of ranks, or one that strategy or model don't support."""
     shape, problems = config.mesh_shape, Problems()
-    if shape.world_size != config.world_size:
-        others = shape.world_size // shape.sizes["data"]
-        fits = MeshShape({**shape.sizes, "data": max(1, config.world_size // others)})
-        nearest_one = f"--mesh {fits}" if fits.world_size <= config.world_size else f"--workers {fits.world_size}"
-        problems.messages.append(
-            f"--mesh {config.mesh} has {shape.world_size} ranks and the run has {config.world_size}: the two must be "
-            f"equal; nearest: {nearest_one}"
-        )
+    problems.note(check_num_ranks, config)
     if run is not None and config.mesh is not None:
         with problems.collect():
             check_islands(config, run)
@@ -551,7 +552,7 @@ def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
 
     Raises ConfigError with all problems.
     """
-    threads, why = threads_per_worker(config.workers)
+    threads, why = threads_per_worker(max(1, config.workers))
     rows: list[Row] = [("threads per worker", str(threads), why)]
     with problems.collect():
         config, kept = keep_chosen(config)

@@ -168,9 +168,12 @@ class TrainConfig:
             return replace(self, stages=None).mesh_shape
         if self.mesh is not None:
             shape = MeshShape.parse(self.mesh)
-            for axis, (option, stated) in self._asked.items():
-                if stated not in (None, shape.sizes.get(axis, 1)):
-                    raise ConfigError(f"{option} {stated} and --mesh {self.mesh}: give one of them")
+            if twice := [
+                f"{option} {stated} and --mesh {self.mesh}: give one of them"
+                for axis, (option, stated) in self._asked.items()
+                if stated not in (None, shape.sizes.get(axis, 1))
+            ]:
+                raise ConfigError(*twice)
             return shape
         asked = {axis: (option, stated or 1) for axis, (option, stated) in self._asked.items()}
         several = {axis: pair for axis, pair in asked.items() if pair[1] > 1}
@@ -314,6 +317,20 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
         )
     if config.nodes > 1 and not config.join:
         yield f"--nodes {config.nodes} needs --join HOST:PORT, where HOST is node 0"
+
+
+def check_num_ranks(config: TrainConfig) -> None:
+    """Raise ConfigError for a mesh of another number of ranks than the run has."""
+    shape = config.mesh_shape
+    if shape.world_size == config.world_size:
+        return
+    others = shape.world_size // shape.sizes["data"]
+    fits = MeshShape({**shape.sizes, "data": max(1, config.world_size // others)})
+    nearest = f"--mesh {fits}" if fits.world_size <= config.world_size else f"--workers {fits.world_size}"
+    raise ConfigError(
+        f"--mesh {config.mesh} has {shape.world_size} ranks and the run has {config.world_size}: the two must be equal; "
+        f"nearest: {nearest}"
+    )
 
 
 def with_derived(config: TrainConfig) -> TrainConfig:

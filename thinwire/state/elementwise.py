@@ -91,7 +91,7 @@ def _stepped_twin(
     """A copy of `optimizer` that shares nothing with it, on its device, after two steps; and the copy's parameters.
 
     shape: of the copy's only parameter; None: flat. like: the parameter whose state the copy starts with, if it has
-    any; by default the first of the group.
+    any and has dimensions; else the first of the group that has some.
     """
     device = group["params"][0].device if group["params"] else None
     values = torch.linspace(-1.0, 1.0, 8, device=device)
@@ -103,7 +103,10 @@ def _stepped_twin(
     # An instance attribute `step` is a scheduler's wrapper around the original.
     twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     twin.state = defaultdict(dict)
-    first = like if like is not None else next(iter(group["params"]), None)
+    candidates = [] if like is None else [like]
+    candidates += [*group["params"], *(param for other in optimizer.param_groups for param in other["params"])]
+    # In the state of a parameter without dimensions a value of its element looks like one of the whole, such as a step.
+    first = next((param for param in candidates if param.dim()), None)
     if first is not None and (held := optimizer.state.get(first)):
         # Some optimizers fill their state when they are made, and expect to find it.
         twin.state.update({param: _state_like(held, first, param) for param in params})
@@ -129,3 +132,10 @@ def _state_like(held: dict[str, Any], param: Tensor, values: Tensor) -> dict[str
 def is_elementwise(value: object, param: Tensor) -> bool:
     """Whether a value in an optimizer's state has one entry for each element of the parameter."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape and value.numel() > 0
+
+
+def elementwise_kinds(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Kinds of state that the optimizer holds for each element, by what it holds of parameters with dimensions."""
+    return {
+        key for param, held in optimizer.state.items() for key, value in held.items() if is_elementwise(value, param)
+    }

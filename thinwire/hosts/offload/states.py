@@ -15,7 +15,7 @@ from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.owned import slots_of, state_of_piece
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.methods.memory import Residency
-from thinwire.state.elementwise import is_elementwise, state_kinds
+from thinwire.state.elementwise import elementwise_kinds, is_elementwise, state_kinds
 from thinwire.state.portable import OPTIMIZER, Held, add_betas, report_optimizer, rescale, state_for
 from thinwire.tiers import PLAIN, Pace, Shelf, TierMeter
 
@@ -88,11 +88,12 @@ class StatesOnDisk:
     def _lay_out(self, grouped: Sequence[Sequence[Slot]]) -> dict[str, dict[str, Any]]:
         """Cut every parameter's elements into sub-groups. Take the optimizer's state for each out of the optimizer."""
         before: dict[str, dict[str, Any]] = {}
+        kinds = elementwise_kinds(self.inner)
         for number, slots in enumerate(grouped):
             self.inner.param_groups[number]["params"] = []
             for slot in slots:
                 if held := self.inner.state.pop(slot.param, None):
-                    before[slot.name] = state_of_piece(held, slot)
+                    before[slot.name] = state_of_piece(held, slot, kinds)
                 first = self._starts[slot.bucket]
                 start, end = first + slot.owned.start, first + slot.owned.stop
                 for record in self.shelf.records(start, end) if start < end else ():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
-from thinwire.state.elementwise import is_elementwise
+from thinwire.state.elementwise import elementwise_kinds, is_elementwise
 from thinwire.state.portable import Held, add_optimizer, restore_optimizer
 
 
@@ -79,6 +79,7 @@ class StatesInMemory:
 def take_over(inner: torch.optim.Optimizer, buckets: Sequence[FlatBucket]) -> list[Owned]:
     """Replace the optimizer's parameters by this rank's pieces of the masters, group by group."""
     found: list[Owned] = []
+    kinds = elementwise_kinds(inner)
     for group, slots in zip(inner.param_groups, slots_of(inner, buckets), strict=True):
         group["params"] = []
         for slot in slots:
@@ -88,7 +89,7 @@ def take_over(inner: torch.optim.Optimizer, buckets: Sequence[FlatBucket]) -> li
                 found.append(Owned(slot, piece))
                 group["params"].append(piece)
                 if held:
-                    inner.state[piece] = state_of_piece(held, slot)
+                    inner.state[piece] = state_of_piece(held, slot, kinds)
     return found
 
 
@@ -98,10 +99,15 @@ def slots_of(inner: torch.optim.Optimizer, buckets: Sequence[FlatBucket]) -> lis
     return [[slots[id(p)] for p in group["params"] if id(p) in slots] for group in inner.param_groups]
 
 
-def state_of_piece(held: dict[str, Any], slot: Slot) -> dict[str, Any]:
-    """The optimizer's state of a parameter, cut to the flat elements for which this rank has the masters."""
+def state_of_piece(held: dict[str, Any], slot: Slot, kinds: Collection[str]) -> dict[str, Any]:
+    """The optimizer's state of a parameter, cut to the flat elements for which this rank has the masters.
+
+    kinds: see `elementwise_kinds`; a parameter without dimensions does not tell them from others.
+    """
     piece = slice(slot.offset, slot.offset + slot.owned.stop - slot.owned.start)
     return {
-        key: value.flatten()[piece].float().clone() if is_elementwise(value, slot.param) else copy.deepcopy(value)
+        key: value.flatten()[piece].float().clone()
+        if (is_elementwise(value, slot.param) if slot.param.dim() else key in kinds)
+        else copy.deepcopy(value)
         for key, value in held.items()
     }

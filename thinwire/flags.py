@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import os
 import re
@@ -178,7 +179,7 @@ class CommandLine:
         unknown = [word for word in rest if word.startswith("-") and not word[1:2].isdigit()]
         for word in unknown:
             name = word.partition("=")[0].replace("_", "-")
-            problems.messages.append(f"unknown flag {name}{elsewhere(name) or nearest(name, self.known)}")
+            problems.messages.append(f"unknown flag {name}{elsewhere(name) or self._nearest(name)}")
         problems.messages += wrong
         stated: Stated = {table: {} for table in self.tables}
         for table, name, value in self._stated(parsed, ""):
@@ -186,6 +187,15 @@ class CommandLine:
         words = self._own([*parsed.words, *(word for word in rest if word not in unknown)], args, unknown, problems)
         stated[""] |= self._placed(words, problems, knows_all=not unknown, hint=hint)
         return stated
+
+    def _nearest(self, name: str) -> str:
+        """Tail of a message about an unknown flag. Of a table that is known, only the rest of the name counts."""
+        table, dot, option = name.partition(".")
+        inside = {one.partition(".")[2]: one for one in self.known if dot and one.startswith(f"{table}.")}
+        if not inside:
+            return nearest(name, self.known)
+        close = difflib.get_close_matches(option, inside, n=1, cutoff=0.5)
+        return f"; did you mean {inside[close[0]]!r}?" if close else f"; choose one of {', '.join(inside.values())}"
 
     def _tell_repeated(self, args: Sequence[str]) -> None:
         """Say which flags stand more than once, since only the last counts."""

@@ -403,7 +403,9 @@ def scaled_heads(rank: int, world_size: int, is_summed: bool) -> tuple[str, torc
 
 
 def test_a_whole_parameter_with_another_gradient_on_each_rank_is_refused_in_the_first_step() -> None:
-    assert all("scale: whole on all ranks of the tensor axis" in told for told, _ in run_workers(scaled_heads, 2, False))
+    assert all(
+        "scale: whole on all ranks of the tensor axis" in told for told, _ in run_workers(scaled_heads, 2, False)
+    )
     one = ScaledHeads()
     optimizer, x = adamw(one), torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
     for _ in range(2):

@@ -292,8 +292,8 @@ class CopiedGradients:
         names = sorted(set(chain(*told)))
         if odd := [name for name in names if any(self._differ(told[0].get(name), seen.get(name)) for seen in told)]:
             raise ConfigError(
-                f"{', '.join(odd)}: whole on all ranks of the tensor axis, and each rank has another gradient, which is "
-                "that of its own columns or heads; nearest: name it in the plan of parallelize_module, or sum it over "
+                f"{', '.join(odd)}: whole on all ranks of the tensor axis, and each rank has another gradient, that of "
+                "its own columns or heads; nearest: name it in the plan of parallelize_module, or sum it over "
                 "the axis in a hook that is registered before parallelize"
             )
 

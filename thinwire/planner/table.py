@@ -85,7 +85,8 @@ def tables(found: Explained) -> list[Table]:
     if len(found.plans) == 1:
         (plan,) = found.plans.values()
         (steps,) = found.mean_over.values() or (1,)
-        made += [parts_of_memory(plan), parts_of_traffic(plan, steps)]
+        between = "" if found.stages is None else " between the replicas of a stage"
+        made += [parts_of_memory(plan), parts_of_traffic(plan, steps, between)]
     return made
 
 
@@ -198,9 +199,9 @@ def parts_of_memory(plan: MethodPlan) -> Table:
     return table
 
 
-def parts_of_traffic(plan: MethodPlan, mean_over: int) -> Table:
-    """A table with a row for each operation and level."""
-    title = "what one rank sends in a step" + (f", mean over {mean_over} steps" if mean_over > 1 else "")
+def parts_of_traffic(plan: MethodPlan, mean_over: int, between: str) -> Table:
+    """A table with a row for each operation and level. between: whom it sends to, if not to all."""
+    title = f"what one rank sends in a step{between}" + (f", mean over {mean_over} steps" if mean_over > 1 else "")
     table = Table("operation", "level", "bytes", title=title, title_justify="left")
     for (operation, level), num_bytes in plan.sent.items():
         if num_bytes:

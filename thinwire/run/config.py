@@ -324,12 +324,14 @@ def check_num_ranks(config: TrainConfig) -> None:
     shape = config.mesh_shape
     if shape.world_size == config.world_size:
         return
-    others = shape.world_size // shape.sizes["data"]
-    fits = MeshShape({**shape.sizes, "data": max(1, config.world_size // others)})
-    nearest = f"--mesh {fits}" if fits.world_size <= config.world_size else f"--workers {fits.world_size}"
+    num_replicas, left = divmod(config.world_size, shape.world_size // shape.sizes["data"])
+    nearest = f"--mesh {MeshShape({**shape.sizes, 'data': num_replicas})}"
+    if left:
+        workers, left = divmod(shape.world_size, config.nodes)
+        nearest = f"--mesh data={config.world_size}" if left else f"--workers {workers}"
     raise ConfigError(
-        f"--mesh {config.mesh} has {shape.world_size} ranks and the run has {config.world_size}: the two must be equal; "
-        f"nearest: {nearest}"
+        f"--mesh {config.mesh} has {shape.world_size} ranks and the run has {config.world_size}: the two must be "
+        f"equal; nearest: {nearest}"
     )
 
 
@@ -359,6 +361,12 @@ def derive(config: TrainConfig, world_size: int) -> Batch:
     """
     unit = config.seq_len * world_size
     tokens = config.tokens_per_step or config.micro_batch * unit * config.mesh_shape.pipeline
+    if tokens % unit and config.resume:
+        sequences = tokens // config.seq_len
+        raise ConfigError(
+            f"--resume: a step of the run has {sequences} sequences, which {world_size} ranks with data of their own "
+            f"can't share evenly; nearest: {nearest_divisor(world_size, sequences)} of them"
+        )
     if tokens % unit:
         valid = max(1, round(tokens / unit)) * unit
         raise ConfigError(

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from thinwire.flags import flag
 from thinwire.methods.pipeline import Costs, simulate
+from thinwire.optim.schedule import FINAL_SHARE
 from thinwire.options import EXPERTS, LAYOUT_TABLES, LLAMA, MOE, PIPELINE, SEQUENCE
 from thinwire.run.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.run.run import Run
@@ -30,6 +31,16 @@ def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
         f"sequences x {config.seq_len} tokens"
     )
     return asked, effect, "of one optimizer step"
+
+
+def rate_row(config: TrainConfig) -> Row:
+    """The row about the learning rate over the run."""
+    num = config.num_warmup_steps
+    end = "the end" if config.minutes else f"step {config.steps}"
+    effect = f"up to step {num}, then half a cosine down to {config.lr * FINAL_SHARE:.3g} at {end}"
+    if config.minutes:
+        effect = f"up, then half a cosine down to {config.lr * FINAL_SHARE:.3g} at the end"
+    return f"--lr {config.lr:g}, --weight-decay {config.weight_decay:g}", effect, "of the learning rate"
 
 
 def pipeline_rows(run: Run, batch: Batch) -> Iterator[Row]:

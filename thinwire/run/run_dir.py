@@ -42,8 +42,8 @@ class RunDir:
             )
         if resume and not self.holds_run(node):
             above = next(path for path in self.path.absolute().parents if path.exists())
-            runs = [path.name for path in above.iterdir() if RunDir(path).holds_run(node)]
-            hint = f"; {os.path.relpath(above)} has runs{nearest(self.path.name, runs)}" if runs else ""
+            runs = [os.path.relpath(path) for path in above.iterdir() if RunDir(path).holds_run(node)]
+            hint = nearest(os.path.relpath(self.path), runs) if runs else ""
             raise ConfigError(f"--resume: --run-dir {self.path} holds no run to go on with{hint}")
 
     def holds_run(self, node: int = 0) -> bool:

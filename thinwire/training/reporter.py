@@ -86,6 +86,8 @@ class Reporter:
         records = self.metrics.records
         # Steps before a resume may have used another layout or strategy.
         own = [record for record in records if record.step > self.first_step] or records
+        # A first step may send gradients alone, which is no measure of a step.
+        self._is_typical = len(own) > 1
         typical = medians(own, "step_s", "exposed_comm_s", "sent_bytes", "pipeline_s", average=average)
         summary = {
             "heldout_loss": heldout_loss if heldout_loss is None or math.isfinite(heldout_loss) else None,
@@ -143,13 +145,15 @@ class Reporter:
         sent, plain = summary["sent_bytes_per_step"], summary["uncompressed_bytes_per_step"]
         # Where no step was taken, those before a resume may be of a layout that sent something, and this one nothing.
         if sent and plain:
-            ratio = f"{plain / sent:.1f} times fewer" if sent < plain else f"{sent / plain:.1f} times as many"
+            times = max(plain / sent, sent / plain)
+            ratio = f"{times:.1f} times {'fewer' if sent < plain else 'as many'}" if times >= 1.05 else "as many"
             by = "by rank 0 " if self.has_stages else ""
             beside = (
                 ", without those of the tensor axis, which torch sends" if self.config.mesh_shape.tensor > 1 else ""
             )
             instead = "whole models that average gradients in " if self.cuts_work else "in "
-            say(f"sent {by}per step: {sent / 1e6:.3f} MB, {instead}fp32 {plain / 1e6:.3f} MB: {ratio} bytes{beside}")
+            beside = f"{ratio} bytes{beside}" if self._is_typical else f"one step is no measure of the ratio{beside}"
+            say(f"sent {by}per step: {sent / 1e6:.3f} MB, {instead}fp32 {plain / 1e6:.3f} MB: {beside}")
         if predicted := summary["predicted_pipeline_s"]:
             found = summary["pipeline_s"]
             say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -62,9 +63,12 @@ class Floor:
         if memory_bytes is None or memory_bytes >= self.num_bytes:
             return
         listed = ", ".join(f"{name} {num_bytes / 1e6:.0f} MB" for name, num_bytes in self.parts.items())
+        # Beside the floor, activations need room.
+        least = math.ceil(self.num_bytes / FULL_SHARE / 1e6)
+        ranks = ", or more ranks" if self.num_bytes > 2 * PROCESS_BYTES else ""
         raise ConfigError(
             f"--memory of {memory_bytes / 1e6:.0f} MB is below the floor of {self.num_bytes / 1e6:.0f} MB: {listed}, "
-            f"before activations; nearest: --memory {-(-self.num_bytes // 10**6)}mb, or more ranks"
+            f"before activations; nearest: --memory {least}mb{ranks}"
         )
 
 

@@ -541,7 +541,7 @@ def test_a_parameter_without_dimensions_keeps_its_state(optimizer_class: type[to
         for step in range(4):
             if step == 2 and is_wrapped:
                 # Every optimizer has a state by then; Adagrad has one from the start.
-                model, optimizer = thinwire.zero(model, optimizer, thinwire.Zero(), announce=False)  # type: ignore[assignment]
+                model, optimizer = thinwire.zero(model, optimizer, thinwire.Zero(), announce=False)
             model(x).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -37,8 +37,11 @@ def refuse_early(stated: Stated, problems: Problems) -> None:
     wrong = {message.split()[0].rstrip(":") for message in problems.messages}
     # torchrun states the number of ranks elsewhere.
     is_counted = wrong.isdisjoint(("--mesh", "--workers", "--nodes")) and "WORLD_SIZE" not in os.environ
-    if config.mesh is not None and problems.note(MeshShape.parse, config.mesh) and is_counted:
-        problems.note(check_num_ranks, config)
+    if config.mesh is not None:
+        with problems.collect():
+            MeshShape.parse(config.mesh)
+            if is_counted:
+                check_num_ranks(config)
     if config.optimizer is not None and problems.messages:
         # It loads torch. A second mistake is worth that.
         from thinwire.run.optimizer import read_optimizer

@@ -151,7 +151,9 @@ def await_steps(run: subprocess.Popen, args: argparse.Namespace) -> None:
 def told(args: argparse.Namespace) -> list[tuple[list[StepMetrics], list[MembershipEvent]]]:
     """Steps and changes that each island has written."""
     folders = [args.run_dir / (f"island-{number}" if number else "") for number in range(args.workers)]
-    return [(read_metrics(path / "metrics.jsonl"), read_events(path / "metrics.jsonl")) for path in folders]
+    paths = [folder / "metrics.jsonl" for folder in folders]
+    changes = [[event for event in read_events(path) if isinstance(event, MembershipEvent)] for path in paths]
+    return list(zip(map(read_metrics, paths), changes, strict=True))
 
 
 def num_fired(args: argparse.Namespace) -> int:

@@ -39,6 +39,7 @@ from thinwire.hosts.pipeline.vocabulary import SpreadRows
 from thinwire.hosts.ranks import Axis, along
 from thinwire.hosts.sequence import SequenceRanks, sequence_parallel
 from thinwire.hosts.sequence.seams import heads_of
+from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.hosts.stages import StageAxis, skeleton_of
 from thinwire.hosts.tensor import CopiedGradients, TensorAxis, check_same_copies, cut_parameters, misfits
 from thinwire.islands.optimizer import INSIDE
@@ -553,6 +554,8 @@ def parallelize(
     if given.residency is not None:
         options |= {"residency": given.residency, "initial": initial}
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
+    if experts is not None and isinstance(experts.options.release, int) and isinstance(parallel, ShardedOptimizer):
+        experts.hold(parallel, experts.options.release)
     if isinstance(model, MoELlama) and parallel.comm.world_size > 1:
         model.gather = partial(gathered, parallel.comm)
     if overlap and not parallel.overlaps:

@@ -47,7 +47,7 @@ from thinwire.planner.options import ExplainConfig, read_explain
 from thinwire.planner.plan_options import PlanConfig, TuneConfig, read_bytes, read_plan_line, read_tune_line
 from thinwire.pruning.options import PruneConfig, read as read_prune
 from thinwire.registry import STRATEGIES, class_of
-from thinwire.report.metrics import MembershipEvent, StepMetrics
+from thinwire.report.metrics import MembershipEvent, StepMetrics, WayEvent
 from thinwire.run.config import TrainConfig
 
 CONVERSIONS: dict[str, Any] = {"export": ExportConfig, "import": ImportConfig, "generate": GenerateConfig}
@@ -285,6 +285,8 @@ def test_every_metric_is_documented() -> None:
 def test_every_key_of_a_change_is_documented() -> None:
     documented = [row[0] for row in table_rows(RUN_DIR_PAGE, "Changes of membership")]
     assert documented == [item.name for item in fields(MembershipEvent)]
+    documented = [row[0] for row in table_rows(RUN_DIR_PAGE, "Ways of rows to experts")]
+    assert documented == [item.name for item in fields(WayEvent)]
 
 
 @pytest.mark.parametrize("strategy", [SDP4Bit, Frontier, ZeroPP, DGC, OneBitAdam])

@@ -94,6 +94,23 @@ def test_time_is_stacked_without_a_hole(tmp_path: Path) -> None:
     assert heights[0] / heights[1] == pytest.approx(5.0, rel=0.02)
 
 
+def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None:
+    more = {"expert_rows": [[10, 30], [20, 20]], "sent_by": {"dispatch, inter": 2_000_000.0}}
+    rows = [row(step, experts_s=0.2, predicted_experts_s=0.1, needed_capacity=1.5) for step in (1, 2, 3)]
+    write_run(tmp_path, rows, SUMMARY | more)
+    way = {"event": "way", "after_step": 2, "way": "tokens, once, 1 chunk", "why": "the fastest measured"}
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(way | {"predicted_s": 0.01, "measured_s": 0.02}) + "\n")
+    page = write_report(tmp_path).read_text()
+    for title in ("Rows by expert", "Seconds in layers of experts", "Ways of rows to experts", "Bytes by message"):
+        assert f"<h2>{title}</h2>" in page
+    assert "The busiest expert of a layer had 1.50 of a share." in page and "1: 1.50, 1.00 of an even share" in page
+    assert "<td>2</td><td>tokens, once, 1 chunk</td><td>the fastest measured</td><td>10 ms</td><td>20 ms</td>" in page
+    assert "<td>dispatch</td><td>inter</td><td>2 MB</td>" in page and "measured: median 200 ms" in page
+    assert "expert_rows" not in page and "sent_by" not in page
+    pictures(page)
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_a_young_run(tmp_path: Path, num_steps: int) -> None:
     page = write_report(write_run(tmp_path, [row(step + 1) for step in range(num_steps)])).read_text()

@@ -133,7 +133,8 @@ def train_ranks(folder: Path, name: str, num_ranks: int, flags: Sequence[str], o
     run_command(["train", *place, *flags], num_ranks, log)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
-    return summary | {"steps": {line["step"]: line for line in lines}, "printed": log.read_text(), "folder": run_dir}
+    steps = {line["step"]: line for line in lines if "event" not in line}
+    return summary | {"steps": steps, "printed": log.read_text(), "folder": run_dir}
 
 
 class RunsOfRanks(dict[str, dict[str, Any]]):

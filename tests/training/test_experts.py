@@ -62,7 +62,11 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
     way = rf"{OPEN}: (tokens|experts), linear, \d+ chunks? \(a simulated layer, forward and backward: "
     assert re.search(way, runs["whole"]["printed"])
     kept = (runs["whole"]["folder"] / "config.toml").read_text().partition("[experts]")[2]
-    assert "chunks = " in kept and "auto" not in kept
+    # What is open stays so.
+    assert all(f'{name} = "auto"' in kept for name in ("move", "route", "chunks")) and "parallel = 2" in kept
+    seconds = [line["experts_s"] for line in runs["whole"]["steps"].values()]
+    assert all(value > 0 for value in seconds) and not runs["alone"]["steps"][1]["experts_s"]
+    assert runs["whole"]["steps"][STEPS]["predicted_experts_s"] > 0
     assert runs["found"]["losses"] == pytest.approx(alone["losses"][:1], rel=1e-5)
     assert "in slices of 1/2" in runs["four"]["printed"] and "4 of 8 experts a rank (no" in runs["whole"]["printed"]
     # What `zero` would send for the whole model, whatever is sent.

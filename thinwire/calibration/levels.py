@@ -34,7 +34,9 @@ JOBS: dict[str, Callable[[Link, Tensor, list[int]], Rounds[Tensor]]] = {
 }
 
 
-def measure_links(comm: Communicator, experts: tuple[int, int, int] = EXPERTS) -> Links:
+def measure_links(
+    comm: Communicator, experts: tuple[int, int, int] = EXPERTS, operations: Sequence[str] = OPERATIONS
+) -> Links:
     """Measure alpha + beta n of each collective on each level, and of the experts' product. A collective, equal on all.
 
     On a level all groups send at once: the ranks of each node, then those at the same place of all nodes. alpha is the
@@ -43,6 +45,7 @@ def measure_links(comm: Communicator, experts: tuple[int, int, int] = EXPERTS) -
 
     Args:
         experts: (experts, inner, hidden), the shape of the fp32 product that is timed.
+        operations: the collectives that are measured.
 
     Source: Pan et al., "FSMoE" (ASPLOS 2025), section 4.
     """
@@ -57,7 +60,7 @@ def measure_links(comm: Communicator, experts: tuple[int, int, int] = EXPERTS) -
             num = SMALLEST
             while num < LARGEST and _seconds(comm, members, ALL_TO_ALL, num) < PROBE_S:
                 num *= 4
-            lines |= {(operation, level): _line(comm, members, operation, num) for operation in OPERATIONS}
+            lines |= {(operation, level): _line(comm, members, operation, num) for operation in operations}
     return Links(lines, _product(comm, experts))
 
 

@@ -93,14 +93,15 @@ class AgreeingOptimizer(ParallelOptimizer):
         if self._grad_norm is None:
             self._reduce()
             counted = [t.grad for name, t in self.trained.items() if t.grad is not None and self._counts(name)]
-            agreed = self._agree(StepStatus(float(nn.utils.get_total_norm(counted)) ** 2, self._loss, self._stop))
+            squares = float(nn.utils.get_total_norm(counted)) ** 2
+            agreed = self._agree(StepStatus(squares, self._loss, self._stop, told=self.told))
             self._grad_norm = torch.tensor(agreed.norm, dtype=torch.float64)
         return self._grad_norm
 
     def _agree(self, word: StepStatus) -> Agreed:
         """Exchange this rank's status with all ranks of the mesh. Store the result."""
         agreed = self.ranks.agree(word)
-        self.mean_loss = agreed.loss
+        self.mean_loss, self.told = agreed.loss, agreed.told
         self.stop_requested = self.stop_requested or agreed.stop
         return agreed
 

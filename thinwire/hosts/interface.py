@@ -40,6 +40,7 @@ class ParallelOptimizer:
         param_groups: those of the user's optimizer; the learning rate is set there.
         mean_loss: the mean over ranks of the losses noted for the last step.
         stop_requested: whether any rank asked to stop; the same on all ranks after a step.
+        told: on the first rank, a number up to MOST_TOLD that the next step's word carries; after it, on all ranks.
         has_own_pace: ranks step independently, except at the start and after `finish`. From then on `steps` is the
             fewest steps of any rank, and `stop_requested` is true if any was asked to stop.
         has_islands: it trains together with islands, which may be lost and may join.
@@ -63,6 +64,7 @@ class ParallelOptimizer:
     weights_pass = False
     climb: Ascent | None = None
     stop_requested = False
+    told = 0
     _loss = math.nan
     _stop = False
     _grad_norm: Tensor | None = None

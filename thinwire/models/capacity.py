@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,12 +49,13 @@ class RowLoad:
     """Rows that routers sent to experts, on all ranks and in all layers.
 
     asked: requested rows. dropped: those above a capacity. needed: the smallest capacity factor that would have dropped
-    none.
+    none. counts: requested rows, fp64 [ranks, layers, experts]; None: nothing was counted.
     """
 
     asked: int = 0
     dropped: int = 0
     needed: float = 0.0
+    counts: Tensor | None = field(default=None, compare=False)
 
     @property
     def dropped_share(self) -> float:
@@ -67,7 +68,8 @@ class RowCounts:
 
     def __init__(self, top_k: int) -> None:
         self.top_k = top_k
-        self._asked = self._dropped = self._needed = torch.zeros(())
+        self._counts: Tensor | None = None
+        self._dropped = self._needed = torch.zeros(())
 
     def note(self, num_tokens: Tensor, asked: Tensor, factor: float) -> None:
         """Add a micro-batch: tokens of each rank, [ranks]; requested rows, [ranks, layers, experts].
@@ -79,7 +81,7 @@ class RowCounts:
         asked = asked.double()
         each = (num_tokens.double() / asked.shape[-1]).ceil()
         most = asked.amax((1, 2))
-        self._asked = self._asked + asked.sum()
+        self._counts = asked if self._counts is None else self._counts + asked
         if factor:
             limit = self.top_k * (abs(factor) * each).floor()
             self._dropped = self._dropped + (asked - limit[:, None, None]).clamp_min(0).sum()
@@ -88,6 +90,8 @@ class RowCounts:
 
     def take(self) -> RowLoad:
         """The sums since the last call."""
-        found = RowLoad(int(self._asked), int(self._dropped), math.ceil(1000 * float(self._needed)) / 1000)
-        self._asked = self._dropped = self._needed = torch.zeros(())
+        counts = None if self._counts is None else self._counts.cpu()
+        asked = 0 if counts is None else int(counts.sum())
+        found = RowLoad(asked, int(self._dropped), math.ceil(1000 * float(self._needed)) / 1000, counts)
+        self._counts, self._dropped, self._needed = None, torch.zeros(()), torch.zeros(())
         return found

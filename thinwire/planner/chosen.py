@@ -138,16 +138,20 @@ def choose_experts(run: Run) -> tuple[Run, list[Row]]:
     problem, values, rows = told_by_first(told, "the options of experts")
     if problem:
         raise ConfigError(f"--experts.* {AUTO}: {problem}")
-    tables = {**config.tables, EXPERTS: {**config.tables[EXPERTS], **values}}
+    stated = config.tables[EXPERTS]
+    taken = Run.of(replace(config, tables={**config.tables, EXPERTS: {**stated, **values}}))
     lines = [
         f"{level} {seconds_text(line.alpha_s)} + {8e-6 / line.beta_s:,.0f} Mbit/s"
         for (operation, level), line in links.lines.items()
         if operation == ALL_TO_ALL
     ]
     rows.append(("measured for it", ", ".join(lines) or "no links", "an all-to-all of all ranks at once, of each rank"))
-    made = Run.of(replace(config, tables=tables))
     # Codecs and slices of one rank.
-    return made, [*rows, *(row for row in unused_rows(made) if row[0].startswith(f"--{EXPERTS}."))]
+    rows += [row for row in unused_rows(taken) if row[0].startswith(f"--{EXPERTS}.")]
+    # What is open stays so, for the steps and for a resume; the mesh does not.
+    ranks = {"parallel": values["parallel"]} if "parallel" in values else {}
+    kept = replace(config, tables={**config.tables, EXPERTS: {**stated, **ranks}})
+    return replace(taken, config=replace(kept, optimizer=taken.config.optimizer), links=links), rows
 
 
 def sizes_timed(model: nn.Module) -> tuple[int, int, int]:

@@ -21,8 +21,11 @@ from thinwire.methods.experts import (
     check_data_method,
     choose_way,
     facts,
+    idle_s,
     place_experts,
+    room_bytes,
     sent,
+    way_text,
 )
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.models.capacity import check_capacity
@@ -93,6 +96,11 @@ def choose_experts(
     way = next(iter(ways[best]))
     found = {name: getattr(way, name) for name in CHOSEN if stated.get(name) == AUTO}
     rows: list[Row] = []
+    if stated.get("release") == AUTO:
+        on = shape or with_splits(
+            replace(config, tables={**config.tables, EXPERTS: {**stated, "parallel": best}}), world
+        )
+        found["release"] = "now" if way.move == "experts" else room_of(whole, config, on, way, links)
     if shape is None:
         shown = ", ".join(f"{seconds_text(each)} with {ranks}" for ranks, each in seconds.items())
         rows.append((f"--experts.parallel {AUTO}", str(best), f"seconds of a step's links and experts: {shown}"))
@@ -103,9 +111,13 @@ def choose_experts(
     return found, rows
 
 
-def way_text(way: ExpertParallel) -> str:
-    """A way as text: what travels, by which route, in how many chunks."""
-    return f"{way.move}, {way.route}, {way.chunks} chunk{'s' if way.num_chunks > 1 else ''}"
+def room_of(whole: nn.Module, config: ExplainConfig, shape: MeshShape, way: ExpertParallel, links: Links) -> int:
+    """Bytes of gradients that pass while the backward of a layer leaves the link alone."""
+    config = replace(config, tables={**config.tables, EXPERTS: {**config.tables[EXPERTS], "parallel": shape.expert}})
+    model, placement = placed(whole, config, shape)
+    numel = 3 * model.config.hidden_size * model.config.intermediate_size * placement.experts // placement.ranks
+    rows = rows_of(model, placement, config, shape)
+    return room_bytes(idle_s(way, placement, rows, numel, local_size(config, shape), links), links)
 
 
 def step_seconds(

@@ -57,9 +57,13 @@ def figures(run: RunFiles) -> list[Figure]:
         return []
     found = [loss_figure(run), bytes_figure(run), time_figure(run)]
     if run.last("predicted_pipeline_s") > 0:
-        found.append(pipeline_figure(run))
+        found.append(beside_figure(run, "pipeline_s", "in the pipeline"))
+    if run.last("predicted_experts_s") > 0:
+        found.append(beside_figure(run, "experts_s", "in layers of experts"))
     if run.last("needed_capacity") > 0:
         found.append(experts_figure(run))
+    if layers := run.summary.get("expert_rows"):
+        found.append(load_figure(layers))
     return [*found, optimizer_figure(run)] if any({"lr", "grad_norm"} <= row.keys() for row in run.steps) else found
 
 
@@ -155,27 +159,52 @@ def time_figure(run: RunFiles) -> Figure:
     return Figure("Time per step", legend, chart.svg(), [note] if note else [])
 
 
-def pipeline_figure(run: RunFiles) -> Figure:
-    """Seconds of forwards and backwards in a pipeline, measured and as simulated for the plan in effect."""
+def beside_figure(run: RunFiles, key: str, where: str) -> Figure:
+    """Measured seconds of a step, beside the simulated ones. where: in which part of the step."""
     bins = bins_of(run.steps)
-    measured = [(number(row["step"]), number(row.get("pipeline_s"))) for row in run.steps]
-    predicted = [(x, y if y > 0 else math.nan) for x, y in run.series("predicted_pipeline_s")]
-    top, note = time_scale([bin.mean("pipeline_s") for bin in bins], [y for _, y in measured])
+    measured = [(number(row["step"]), number(row.get(key))) for row in run.steps]
+    predicted = [(x, y if y > 0 else math.nan) for x, y in run.series(f"predicted_{key}")]
+    top, note = time_scale([bin.mean(key) for bin in bins], [y for _, y in measured])
     highest = max([top, *(y for _, y in predicted if math.isfinite(y))])
-    chart = Chart("seconds in the pipeline", across(bins), around([highest], zero=True), "step", "seconds per step")
+    chart = Chart(f"seconds {where}", across(bins), around([highest], zero=True), "step", "seconds per step")
     for bin in bins:
-        seconds = bin.mean("pipeline_s")
+        seconds = bin.mean(key)
         chart.bar(bin.left, bin.right, 0, min(seconds, highest), "compute")
-        words = f"{seconds_text(seconds)} measured, {seconds_text(bin.mean('predicted_pipeline_s'))} predicted"
+        words = f"{seconds_text(seconds)} measured, {seconds_text(bin.mean(f'predicted_{key}'))} predicted"
         chart.hover(bin.left, bin.right, f"{bin.name}: {words}")
     chart.line(thin_out(predicted), "heldout")
     legend = [
-        ("compute", f"measured: median {seconds_text(run.typical('pipeline_s'))}"),
-        ("heldout", f"predicted: {seconds_text(run.last('predicted_pipeline_s'))}"),
+        ("compute", f"measured: median {seconds_text(run.typical(key))}"),
+        ("heldout", f"predicted: {seconds_text(run.last(f'predicted_{key}'))}"),
     ]
-    idle, expected = run.typical("bubble"), run.last("predicted_bubble")
-    notes = [f"Rank 0 computed nothing for {idle:.0%} of it; {expected:.0%} were predicted."]
-    return Figure("Seconds in the pipeline", legend, chart.svg(), [*notes, *([note] if note else [])])
+    notes = [note] if note else []
+    if key == "pipeline_s":
+        idle, expected = run.typical("bubble"), run.last("predicted_bubble")
+        notes.insert(0, f"Rank 0 computed nothing for {idle:.0%} of it; {expected:.0%} were predicted.")
+    return Figure(f"Seconds {where}", legend, chart.svg(), notes)
+
+
+def load_figure(layers: Sequence[Sequence[float]]) -> Figure:
+    """Rows that each expert was sent, in relation to an even router: the mean over layers, and the extremes.
+
+    layers: rows by layer and expert.
+    """
+    shares = [[number(rows) * len(layer) / max(1.0, sum(layer)) for rows in layer] for layer in layers]
+    experts = list(zip(*shares, strict=True))
+    chart = Chart("rows by expert", (-0.5, len(experts) - 0.5), around([1.0, *map(max, experts)], zero=True), "expert",
+        "times an even share",
+    )  # fmt: skip
+    for expert, of_layers in enumerate(experts):
+        left, right = expert - 0.4, expert + 0.4
+        chart.bar(left, right, 0, fmean(of_layers), "sent")
+        shown = ", ".join(f"{share:.2f}" for share in of_layers)
+        chart.hover(left, right, f"expert {expert}: {shown} of an even share, by layer")
+    chart.rule(1.0, "plain")
+    busiest = max(max(of_layers) for of_layers in experts)
+    legend = [("sent", "mean over layers"), ("plain", "an even router")]
+    return Figure(
+        "Rows by expert", legend, chart.svg(), [f"The busiest expert of a layer had {busiest:.2f} of a share."]
+    )
 
 
 def experts_figure(run: RunFiles) -> Figure:

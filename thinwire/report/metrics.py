@@ -35,6 +35,8 @@ class StepMetrics:
         exposed_disk_s: seconds that rank 0 waited for it.
         dropped_rows: in a mixture of experts, the share of the rows of all ranks and layers that a capacity dropped.
         needed_capacity: the smallest capacity factor that would have dropped none.
+        experts_s: seconds of rank 0's layers of experts that lie on several ranks, forward and backward.
+        predicted_experts_s: as simulated; 0 without a simulation.
     """
 
     step: int
@@ -62,6 +64,8 @@ class StepMetrics:
     exposed_disk_s: float = 0.0
     dropped_rows: float = 0.0
     needed_capacity: float = 0.0
+    experts_s: float = 0.0
+    predicted_experts_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,30 @@ class MembershipEvent:
     noun: str = "island"
 
 
+@dataclass(frozen=True)
+class WayEvent:
+    """Another way of rows to experts; a line of its own between those of the steps.
+
+    Attributes:
+        after_step: the last step before the change.
+        way: what travels, by which route, in how many chunks.
+        why: what chose it.
+        predicted_s, measured_s: seconds of a layer, forward and backward; 0: unknown.
+    """
+
+    event: str = field(default="way", kw_only=True)
+    after_step: int
+    way: str
+    why: str
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+
+
+# Of a way.
+TRIED = "to be tried"
+Event = MembershipEvent | WayEvent
+
+
 class MetricsWriter:
     """Appends lines that survive the process. `records` and `events` also hold those of earlier sessions."""
 
@@ -94,14 +122,14 @@ class MetricsWriter:
         """Open `path`, keeping the lines up to `last_step`: a resumed run writes the later steps again."""
         self.records = [record for record in read_metrics(path) if record.step <= last_step]
         self.events = [event for event in read_events(path) if event.after_step <= last_step]
-        lines: list[StepMetrics | MembershipEvent] = sorted([*self.records, *self.events], key=_order)
+        lines: list[StepMetrics | Event] = sorted([*self.records, *self.events], key=_order)
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(map(to_line, lines)))
         temporary.replace(path)
         self._file = path.open("ab", buffering=0)
         self._waiting = b""
 
-    def write(self, record: StepMetrics | MembershipEvent) -> None:
+    def write(self, record: StepMetrics | Event) -> None:
         """Append a line, and those that could not be written before. Raises OSError if the disk refuses them now."""
         if isinstance(record, StepMetrics):
             self.records.append(record)
@@ -121,11 +149,11 @@ class MetricsWriter:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
-def _order(record: StepMetrics | MembershipEvent) -> tuple[int, bool]:
+def _order(record: StepMetrics | Event) -> tuple[int, bool]:
     return (record.step, False) if isinstance(record, StepMetrics) else (record.after_step, True)
 
 
-def to_line(record: StepMetrics | MembershipEvent) -> str:
+def to_line(record: StepMetrics | Event) -> str:
     """One line of strict JSON, in which a number that is not finite is null."""
     values = asdict(record)
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -142,11 +170,15 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     return records
 
 
-def read_events(path: Path) -> list[MembershipEvent]:
-    """The changes of membership in a metrics file."""
-    known = {item.name for item in fields(MembershipEvent)}
-    told = [values for values in _lines(path) if values.get("event") == MembershipEvent.event]
-    return [MembershipEvent(**{k: v for k, v in values.items() if k in known}) for values in told]
+def read_events(path: Path) -> list[Event]:
+    """What a metrics file has between its steps: changes of membership, and of the way of rows to experts."""
+    found: list[Event] = []
+    for values in _lines(path):
+        for kind in (MembershipEvent, WayEvent):
+            if values.get("event") == kind.event:
+                known = {item.name for item in fields(kind)}
+                found.append(kind(**{k: v for k, v in values.items() if k in known}))
+    return found
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -62,6 +62,8 @@ def sections(run: RunFiles) -> Iterator[str]:
     yield headline(run)
     yield plan_table(run)
     yield plots(figure(item) for item in figures(run))
+    yield ways_table(run)
+    yield sent_table(run)
     yield sample(run.summary.get("sample"))
     yield summary_table(run.summary)
     yield effects_table(run.summary.get("effects"))
@@ -172,6 +174,26 @@ def plan_table(run: RunFiles) -> str:
     return f"{found}<p>{text(note)}</p>"
 
 
+def ways_table(run: RunFiles) -> str:
+    """The ways of rows to experts over the steps."""
+    rows = []
+    for line in run.ways:
+        predicted, measured = (number(line.get(key)) or math.nan for key in ("predicted_s", "measured_s"))
+        seconds = (seconds_text(each) if math.isfinite(each) else MISSING for each in (predicted, measured))
+        rows.append((str(line.get("after_step")), str(line.get("way")), str(line.get("why")), *seconds))
+    header = ("after step", "way", "why", "predicted, a layer", "measured, a layer")
+    return table("Ways of rows to experts", header, rows) if rows else ""
+
+
+def sent_table(run: RunFiles) -> str:
+    """Bytes that rank 0 sent in a step, by message and level."""
+    sent = run.summary.get("sent_by")
+    if not isinstance(sent, Mapping) or not sent:
+        return ""
+    rows = [(*name.rsplit(", ", 1), bytes_text(number(value))) for name, value in sent.items()]
+    return table("Bytes by message", ("message", "level", "of rank 0 and step"), rows)
+
+
 def figure(item: Figure) -> str:
     """A plot with its title, legend and notes."""
     notes = f"<figcaption>{text(' '.join(item.notes))}</figcaption>" if item.notes else ""
@@ -202,7 +224,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     rows = [
         f'<tr><td>{text(name)}</td><td title="{text(exact(value))}">{text(value_text(name, value))}</td></tr>'
         for name, value in flat(summary)
-        if name.split(".")[0] not in ("effects", "sample")
+        if name.split(".")[0] not in ("effects", "sample", "sent_by", "expert_rows")
     ]
     return raw_table("Summary", ("key in summary.json", "value"), rows) if rows else ""
 

@@ -22,6 +22,7 @@ class RunFiles:
         summary: summary.json, empty if the run did not get that far.
         config: config.toml as text.
         plan: plan.json, empty if the run follows none.
+        ways: lines of metrics.jsonl on other ways of rows to experts.
         changed: when the last of these files was written; None if there is none.
     """
 
@@ -31,6 +32,7 @@ class RunFiles:
     config: str
     changed: datetime | None = None
     plan: dict[str, Any] = field(default_factory=dict)
+    ways: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -79,6 +81,7 @@ def read_run(run_dir: Path) -> RunFiles:
         config=_text(config),
         changed=datetime.fromtimestamp(changed).astimezone(),
         plan=_object(_text(run_dir / "plan.json")),
+        ways=[line for line in map(_object, _text(metrics).splitlines()) if line.get("event") == "way"],
     )
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from thinwire.codecs import Codec
+from thinwire.cost import Links
 from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
 from thinwire.methods.experts import ExpertParallel
@@ -45,6 +46,7 @@ class Run:
         pipeline: options of the model's stages; None: a single stage.
         sequence, experts: options of sequences and of experts that lie on several ranks, if any.
         residency: what lies on a disk, if anything.
+        links: as the ranks have measured them to choose how rows travel; None: all is stated.
     """
 
     config: TrainConfig
@@ -53,6 +55,7 @@ class Run:
     sequence: SequenceParallel | None = None
     experts: ExpertParallel | None = None
     residency: Residency | None = None
+    links: Links | None = None
 
     @classmethod
     def of(cls, config: TrainConfig) -> Run:

@@ -13,10 +13,13 @@ from torch import Tensor
 
 NUMBERS = 2
 NUMBER_BYTES = 8 * NUMBERS
+# The byte of the stop request has room for a number up to this.
+MOST_TOLD = 127
 
 
 def word_bytes(num_parameters: int = 0) -> int:
-    """Bytes of one rank's status: two fp64 numbers, a byte for the stop request, a bit for each parameter."""
+    """Bytes of one rank's status: two fp64 numbers, a byte for the stop request and the number told, a bit for each
+    parameter."""
     return NUMBER_BYTES + 1 + -(-num_parameters // 8)
 
 
@@ -30,12 +33,14 @@ class StepStatus:
         loss: this rank's.
         stop: whether this rank asks to stop.
         used: for each parameter, whether it had a gradient on this rank; empty if that is not needed.
+        told: a number, 0 to MOST_TOLD, for all ranks; that of the first rank counts.
     """
 
     squares: float
     loss: float = math.nan
     stop: bool = False
     used: Sequence[bool] = ()
+    told: int = 0
 
     def pack(self, num_parameters: int = 0) -> Tensor:
         """The status as uint8 [word_bytes], with room for `num_parameters` parameters if other ranks report more."""
@@ -43,7 +48,7 @@ class StepStatus:
         used = np.zeros(max(num_parameters, len(self.used)), dtype=np.uint8)
         used[: len(self.used)] = self.used
         bits = np.packbits(used)
-        return torch.from_numpy(np.concatenate([numbers, np.array([self.stop], dtype=np.uint8), bits]))
+        return torch.from_numpy(np.concatenate([numbers, np.array([self.stop + 2 * self.told], dtype=np.uint8), bits]))
 
 
 class Agreed(NamedTuple):
@@ -54,12 +59,14 @@ class Agreed(NamedTuple):
         loss: mean over ranks.
         stop: whether any rank asks to stop.
         used: for each parameter, whether it had a gradient on any rank that holds it.
+        told: the first rank's number.
     """
 
     norm: float
     loss: float
     stop: bool
     used: list[bool]
+    told: int
 
     @classmethod
     def of(cls, words: Tensor, num_parameters: int = 0, holders: Sequence[int] | None = None) -> Agreed:
@@ -75,6 +82,7 @@ class Agreed(NamedTuple):
         return cls(
             norm,
             float(numbers[:, 1].mean()),
-            bool(rows[:, NUMBER_BYTES].any()),
+            bool((rows[:, NUMBER_BYTES] & 1).any()),
             [bool(bit) for bit in np.unpackbits(bits)[:num_parameters]],
+            int(rows[0, NUMBER_BYTES]) >> 1,
         )

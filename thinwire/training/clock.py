@@ -69,7 +69,9 @@ def fix_steps(run: Run, place: ProcessPlace, device: Device, dtype: str | None, 
     config = with_derived(replace(run.config, steps=num_steps, minutes=None))
     chosen = f"a step took {measured.step_s:.3g} s in {measured.num_steps} measured"
     after = f"{measured.end_s:.0f} s are kept for the end; --steps {num_steps} repeats this run bit for bit"
-    return Run.of(config), [(f"--minutes {minutes:g}", f"{num_steps} steps", f"{chosen}, {after}")]
+    # What the ranks have measured and chosen does not depend on the number of steps.
+    fixed = replace(Run.of(config), experts=run.experts, links=run.links)
+    return fixed, [(f"--minutes {minutes:g}", f"{num_steps} steps", f"{chosen}, {after}")]
 
 
 def measure(run: Run, place: ProcessPlace, device: Device, dtype: str | None, due: float) -> MeasuredSteps:

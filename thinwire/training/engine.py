@@ -154,6 +154,10 @@ class Engine:
         """The rows that routers have sent to experts in this step, on all ranks; empty without experts."""
         return self.model.row_counts.take() if isinstance(self.model, MoELlama) else RowLoad()
 
+    def take_experts_s(self) -> float:
+        """Seconds of the layers of experts that lie on several ranks, since the last call."""
+        return 0.0 if self.stage.experts is None else self.stage.experts.watch.take()
+
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next update. A recovered stage multiplies it by a factor."""
         for group in self.optimizer.param_groups:

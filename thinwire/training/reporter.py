@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
@@ -14,9 +14,10 @@ from thinwire.errors import UnsavedError
 from thinwire.options import has_islands
 from thinwire.report import write_report
 from thinwire.report.machine import versions
-from thinwire.report.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians
+from thinwire.report.metrics import TRIED, Event, MembershipEvent, MetricsWriter, StepMetrics, WayEvent, medians
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import open_trackers
+from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
@@ -64,6 +65,13 @@ class Reporter:
             f"{event.after_step}; it took {event.cost_s:.1f} s ({event.how})"
         )
 
+    def way(self, event: WayEvent) -> None:
+        """Record another way of rows to experts. Print it, unless it is only tried."""
+        self._write(event)
+        if event.why != TRIED:
+            seconds = f" ({seconds_text(event.measured_s)} a layer)" if event.measured_s else ""
+            self.progress.say(f"rows to experts after step {event.after_step}: {event.way}: {event.why}{seconds}")
+
     def last_exchange(self, sent_bytes: int, seconds: float) -> None:
         """Record and print the cost of the islands' last exchange, after the last step."""
         self.last_bytes = sent_bytes
@@ -74,7 +82,7 @@ class Reporter:
     def finish(
         self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,
         peak_rss_bytes: int, unsaved: str = "", device: str = "cpu", dtype: str = "fp32", peak_allocated_bytes: int = 0,
-        sent_bytes: int = 0,
+        sent_bytes: int = 0, sent_by: Mapping[str, float] | None = None, expert_rows: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
         """Write summary.json and report.html, and print where they are.
 
@@ -99,6 +107,8 @@ class Reporter:
             "predicted_pipeline_s": records[-1].predicted_pipeline_s if records else 0.0,
             "sent_bytes_per_step": typical["sent_bytes"],
             "sent_bytes": sent_bytes,
+            "sent_by": dict(sent_by or {}),
+            "expert_rows": expert_rows,
             "last_exchange_bytes": self.last_bytes,
             "uncompressed_bytes_per_step": self.uncompressed_bytes,
             "strategy": self.config.strategy,
@@ -127,7 +137,7 @@ class Reporter:
         if problems:
             raise UnsavedError("; ".join(problems))
 
-    def _write(self, record: StepMetrics | MembershipEvent) -> None:
+    def _write(self, record: StepMetrics | Event) -> None:
         """Write to the metrics file. A full disk does not stop training: the line is tried again with the next one."""
         try:
             self.metrics.write(record)

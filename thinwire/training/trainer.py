@@ -19,8 +19,10 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.stage import PipelineStage, Prediction
 from thinwire.hosts.sequence import SequenceRanks
 from thinwire.hosts.sequence.seams import heads_of
+from thinwire.methods.experts import way_text
 from thinwire.methods.sequence import Shape
 from thinwire.methods.sequence.traffic import most_sent
+from thinwire.models.capacity import RowLoad
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.moe import MoELlama
 from thinwire.models.tensor import activation_bytes
@@ -44,6 +46,7 @@ from thinwire.training.planned import Planned
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.recovery import Reunion, StepStart, Survivor, fallback
 from thinwire.training.reporter import Reporter
+from thinwire.training.ways import Ways
 
 # Why the meter lacks what a tensor axis sends.
 NOT_COUNTED = "sums in every layer, by torch itself: not counted in the bytes of a step"
@@ -78,17 +81,20 @@ class Trainer:
         if reunion is not None and reunion.why_not:
             saved, saved_rows = self._fall_back(reunion, survivor)
             reunion = survivor = None
+        self.ways = Ways.of(run, self.engine)
         advice = self._advice()
         self.saver = self._open_saver()
         self._about = self._account()
         self._proof: Proof | None = None
         self._prediction: Prediction | None = None
+        self._expert_rows: torch.Tensor | None = None
         # A checkpoint of this step has its next loss already, or another layout's loss would follow.
         self._known_after = -1
         self.step = 0
         load_report = self._begin(saved, reunion, survivor)
         self._watchdog = Watchdog(run.config.dead_steps)
-        self._traffic = self.optimizer.meter.snapshot()
+        self._traffic = self._first_traffic = self.optimizer.meter.snapshot()
+        self._first_step = self.step
         self._moved = self._moved_so_far()
         self.reporter: Reporter | None = None if survivor is None else survivor.reporter
         self.onlooker: Progress | None = None
@@ -144,7 +150,7 @@ class Trainer:
         about: dict[str, Any] = {
             "strategy": config.strategy,
             "versions": versions(),
-            "circumstances": circumstances(self.batch, place.world_size, self.dtype, self.device.name) | self._layout,
+            "circumstances": self._circumstances,
             ISLANDS: place.island.num_islands,
             "config": to_toml(config),
         }
@@ -234,6 +240,11 @@ class Trainer:
         return "ranks of a sequence send each other, a step", f"{most / 1e6:.3f} MB a rank", f"in {layers} layers"
 
     @property
+    def _circumstances(self) -> dict[str, Any]:
+        """What must be equal for two losses of the same weights and tokens to have the same bits."""
+        return circumstances(self.batch, self.place.world_size, self.dtype, self.device.name) | self._layout
+
+    @property
     def _layout(self) -> dict[str, str]:
         """How ranks share a sequence or the experts, and to what a capacity applies; each changes the order of sums."""
         sequence, experts = self.stage.sequence, self.stage.experts
@@ -242,8 +253,7 @@ class Trainer:
             ranks, tokens = self.engine.num_shares, self.batch.micro_batch * self.config.seq_len
             found["capacity"] = f"{self.model.capacity_factor} of {tokens} tokens x {self.batch.accumulation} x {ranks}"
         if experts is not None:
-            asked = experts.options
-            found["experts"] = f"{experts.placement}, move {asked.move}, route {asked.route}, {asked.chunks} chunks"
+            found["experts"] = f"{experts.placement}, {way_text(experts.options)}"
         return found
 
     def _device_rows(self) -> list[Row]:
@@ -296,8 +306,15 @@ class Trainer:
                 stopped=stopped or "finished", sample=sample,
                 parameters=self.engine.num_parameters, peak_rss_bytes=peak_rss, unsaved=unsaved,
                 device=self.device.name, dtype=self.dtype, peak_allocated_bytes=peak_allocated,
-                sent_bytes=sent_bytes,
+                sent_bytes=sent_bytes, sent_by=self._sent_by(),
+                expert_rows=[] if self._expert_rows is None else self._expert_rows.long().tolist(),
             )  # fmt: skip
+
+    def _sent_by(self) -> dict[str, float]:
+        """Bytes that rank 0 has sent in a step, on average, by operation and level."""
+        sent, steps = self._traffic - self._first_traffic, max(1, self.step - self._first_step)
+        found = {f"{name}, {level}": each.sent_bytes / steps for (name, level), each in sent.operations.items()}
+        return {name: num_bytes for name, num_bytes in sorted(found.items()) if num_bytes}
 
     def _finish(self) -> None:
         """Leave the result in the model, and report its cost, which belongs to no single step."""
@@ -371,6 +388,8 @@ class Trainer:
         forward_s = self.engine.forward_backward()
         if self.stop.reason:
             optimizer.request_stop()
+        rows, experts_s = self.engine.take_row_load(), self.engine.take_experts_s()
+        predicted_experts_s = self.ways.note(rows, experts_s) if self.ways is not None else 0.0
         # From here on all ranks know the loss, the norm of the gradient, and whether any rank wants to stop.
         grad_norm = float(self.stage.reduce())
         # The weights of this step travel during the next one's forward, with which they are counted.
@@ -386,7 +405,6 @@ class Trainer:
         before_step, self._moved = self._moved, self._moved_so_far()
         moved = self._moved - before_step
         step_s = time.perf_counter() - start
-        rows = self.engine.take_row_load()
         self._compare_losses(optimizer.mean_loss)
         if teller := self.reporter or self.onlooker:
             teller.step(
@@ -399,12 +417,28 @@ class Trainer:
                     damaged_messages=sent.num_damaged, **self._of_pipeline(), disk_read_bytes=moved.read_bytes,
                     disk_written_bytes=moved.written_bytes, disk_s=moved.read_s + moved.write_s,
                     exposed_disk_s=moved.wait_s, dropped_rows=rows.dropped_share, needed_capacity=rows.needed,
+                    experts_s=experts_s, predicted_experts_s=predicted_experts_s,
                 )
             )  # fmt: skip
+        self._count_rows(rows)
+        self._change_way()
         self._watch_gradient(grad_norm)
         self._warn_of_saves()
         self._follow()
         self._report_changes()
+
+    def _count_rows(self, load: RowLoad) -> None:
+        """Add a step's rows of each expert to those of the run."""
+        if load.counts is not None:
+            counts = load.counts.sum(0)
+            self._expert_rows = counts if self._expert_rows is None else self._expert_rows + counts
+
+    def _change_way(self) -> None:
+        """Let the rows of experts travel as the step's word says."""
+        change = None if self.ways is None else self.ways.follow(self.step)
+        self._about = {**self._about, "circumstances": self._circumstances} if self.ways is not None else self._about
+        if change is not None and self.reporter is not None:
+            self.reporter.way(change)
 
     def _moved_so_far(self) -> TierReading:
         """Bytes moved to and from this rank's disk so far."""
@@ -464,6 +498,7 @@ class Trainer:
             own["device_rng"] = device_rng
         snapshot.own |= {"trainer": own}
         position = {"step": self.step, "tokens": self.digest, "loader": self.loader.state_dict()}
+        position |= {} if self.ways is None else {"way": self.ways.name}
         snapshot.common |= {"trainer": position, "shapes": self.engine.shapes}
         loss = self.optimizer.mean_loss
         self.saver.save(self.step, snapshot, loss=loss if math.isfinite(loss) else None, about=self._about)
@@ -479,6 +514,9 @@ class Trainer:
         self.stage.restore(source)
         source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.engine.frozen.items()})
         self.loader.load_state_dict(position["loader"])
+        if self.ways is not None:
+            self.ways.go_on(position.get("way", ""))
+            self._about["circumstances"] = self._circumstances
         before = num_islands(saved)
         has_own = island.number < before and saved.parent == self.run_dir.checkpoints
         random_rows = self._restore_random_state(source, position["step"], before, has_own=has_own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,34 @@ def rounded(rank: int, ranks: int, route: Any, chunks: int = 1) -> list[Tensor]:
     return [out.detach(), rows.grad]
 
 
+def switched(rank: int) -> float:
+    """The largest difference from one process while the way of rows changes between passes; and back to the first."""
+    truth, given = filled(0), inputs()
+    expected = [truth(*each) for each in given]
+    torch.stack([y.square().sum() for y in expected]).mean().backward()
+    model, error = torch.nn.Module(), 0.0
+    model.experts = filled(0)
+    first = ExpertParallel(4, slices=2)
+    ep = thinwire.expert_parallel(model, first, local_size=2)
+    changes: list[dict[str, Any]] = [
+        {"route": "once"}, {"move": "slices"}, {"chunks": 4}, {"move": "experts"}, {"route": "2dh", "chunks": 2}, {},
+        {"route": "once"},
+    ]  # fmt: skip
+    for change in changes:
+        ep.take(replace(first, **change))
+        x, index, weights = given[rank]
+        x = x.detach().clone().requires_grad_()
+        assert ep.watch.take() == 0.0
+        y = model.experts(x, index, weights.detach())
+        y.square().sum().backward()
+        assert ep.watch.take() > 0.0
+        pairs = [(y.detach(), expected[rank].detach()), (x.grad, given[rank][0].grad * 4)]
+        error = max([error, *(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b))])
+    assert ep.wire is ep._wires["tokens", "once", 1][0]
+    ep.close()
+    return error
+
+
 def layers(rank: int, world_size: int) -> Any:
     layouts: list[tuple[int, int, Any]] = [
         (4, 1, "tokens"), (2, 1, "tokens"), (4, 2, "tokens"), (4, 4, "tokens"), (4, 2, "slices"), (2, 2, "slices"),
@@ -136,7 +165,7 @@ def layers(rank: int, world_size: int) -> Any:
     ]
     several = (4, "linear", 1), (2, "linear", 1), (4, "2dh", 1), (4, "linear", 5), (4, "2dh", 3)
     weights = [moved(rank, *each) for each in ((4, 2), (2, 1))]
-    return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights
+    return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights, switched(rank)
 
 
 def moved(rank: int, ranks: int, slices: int) -> Tensor:
@@ -181,7 +210,8 @@ def overlapped(rank: int) -> list[int]:
 
 
 def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula() -> None:
-    for plain, coded, (four, *others), worked, weights in run_workers(layers, 4, local_size=2):
+    for plain, coded, (four, *others), worked, weights, error_of_switched in run_workers(layers, 4, local_size=2):
+        assert error_of_switched < 1e-12
         for error, bytes_fit in plain:
             assert error < 1e-12 and bytes_fit
         for error, bytes_fit in coded:

@@ -20,26 +20,32 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.two_hops import Rooms
 from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.hosts.experts.once import Once, work_on
+from thinwire.hosts.experts.stopwatch import Stopwatch
 from thinwire.hosts.experts.trip import ExpertWire
 from thinwire.hosts.experts.weights import Gather
 from thinwire.hosts.ranks import along, neighbours
+from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
 from thinwire.methods.experts.options import CODED, in_groups
-from thinwire.models.moe import Experts, swiglu
+from thinwire.models.moe import Experts, mixed, swiglu
 from thinwire.optim.dion import FACTOR
 from thinwire.state.elementwise import needs_whole_tensors
 from thinwire.state.portable import OPTIMIZER
 from thinwire.state.replicas import equal_bits
 from thinwire.table import Row
 
+RELEASED = "bytes of gradients in each layer's backward, while experts compute; the rest at its end"
+
 
 class ExpertRanks:
     """A rank's place among those that share the experts; made by `expert_parallel`.
 
     Attributes:
+        options: with the way in use.
         placement: which experts each rank has.
         wire: the codecs that round rows.
         once: see Once.
+        watch: seconds of the layers of experts.
         comm: the ranks that share the experts.
         everyone: all ranks that train the model.
         replicas: global ranks that hold the same experts as this one.
@@ -47,15 +53,69 @@ class ExpertRanks:
     """
 
     def __init__(
-        self, options: ExpertParallel, placement: ExpertPlacement, wire: ExpertWire, everyone: Communicator,
-        shapes: Mapping[str, torch.Size], once: Once | None = None, stride: int = 1,
-        asked: ExpertParallel | None = None,
+        self, options: ExpertParallel, placement: ExpertPlacement, comm: Communicator, everyone: Communicator,
+        shapes: Mapping[str, torch.Size], stride: int = 1, seed: int = 0, asked: ExpertParallel | None = None,
     ) -> None:  # fmt: skip
-        self.once, self._asked = once, asked or options
-        self.options, self.placement, self.wire, self.everyone = options, placement, wire, everyone
-        self.shapes, self.comm = shapes, wire.comm
-        place, ranks = self.comm.rank, self.placement.ranks
+        self._asked, self._stride, self._seed = asked or options, stride, seed
+        self.placement, self.comm, self.everyone, self.shapes = placement, comm, everyone, shapes
+        place, ranks = comm.rank, placement.ranks
         self.replicas = [each for rank, each in enumerate(everyone.global_ranks) if rank // stride % ranks == place]
+        self.watch = Stopwatch()
+        self._wires: dict[tuple[str, str, int], tuple[ExpertWire, Once | None]] = {}
+        self.options = options
+        self.wire, self.once = self._wires_of(options)
+        self._held: tuple[ShardedOptimizer, float | None] | None = None
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that share the experts, numbered among all."""
+        return neighbours(self.everyone.rank, self.placement.ranks, self._stride)
+
+    def take(self, options: ExpertParallel) -> None:
+        """Let rows travel in another way from now on: another `move`, `route` or `chunks`. All ranks call it alike.
+
+        Outputs and gradients stay the same, so it may be called between any two steps. Raises ConfigError for a way
+        that does not fit the nodes.
+        """
+        drawn = self.wire.num_drawn
+        self.wire, self.once = self._wires_of(options)
+        self.options, self.wire.num_drawn = options, drawn
+        self._set_pace()
+
+    def hold(self, optimizer: ShardedOptimizer, room_bytes: float | None) -> None:
+        """Let gradients leave while experts compute: so many bytes in each layer's backward, and the rest at the end.
+
+        room_bytes: of a rank to other nodes; None: gradients leave as they are ready. To be called between two steps.
+        """
+        self._held = optimizer, room_bytes
+        self._set_pace()
+
+    def _set_pace(self) -> None:
+        """Hold gradients back only where rows travel, between which they can leave."""
+        if self._held is not None:
+            optimizer, room_bytes = self._held
+            pace = optimizer.hold_gradients(None if self.options.move == "experts" else room_bytes)
+            for wire, _ in self._wires.values():
+                wire.between = None if pace is None else pace.release
+
+    def _wires_of(self, options: ExpertParallel) -> tuple[ExpertWire, Once | None]:
+        """The wires of a way; the same ones each time, since buffers have grown to the rows that come."""
+        key = options.move, options.route, options.num_chunks
+        if key not in self._wires:
+            wire = wire_of(options, self.placement, self.comm, self.members, self._stride, self._seed)
+            grid = self.comm.topology
+            is_once = options.route == "once" and min(grid.num_nodes, grid.local_size) > 1
+            once = entering(wire) if is_once else None
+            self._wires[key] = (wire if once is None else once.outer), once
+        return self._wires[key]
+
+    def forward(self, experts: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum over each token's experts, see Experts; `watch` takes the time. A collective."""
+        x = self.watch.begins(x)
+        if self.once is not None:
+            return self.watch.ends(self.once.forward(experts, x, index, weights))
+        work = partial(self.work, experts)
+        return self.watch.ends(mixed(x, index, weights, experts.num_experts, experts.weigh_inputs, work))
 
     def group_for(self, name: str, param: nn.Parameter) -> list[int] | None:
         """The `group_for` of `thinwire.zero`: the ranks that hold replicas of a parameter; None: all."""
@@ -165,6 +225,7 @@ class ExpertRanks:
         return [
             *fitted,
             *(straight if asked.route != "linear" and is_straight else []),
+            *([] if asked.release == "now" else [(f"experts release {asked.release}", "between rows", RELEASED)]),
             (f"experts over {asked.parallel} ranks", str(self.placement), copies),
             (f"experts move {asked.move}", moved[asked.move][0], f"{self.comm.topology}; {moved[asked.move][1]}"),
         ]
@@ -221,30 +282,38 @@ def expert_parallel(
     if ranks < everyone.world_size:
         own = [everyone.global_ranks[rank] for rank in members]
         comm = make(own, local_size=along(everyone.topology, members), meter=everyone.meter)
-    dispatch, combine, gradients, moved = map(options.codec, ("dispatch", "combine", "gradients", "weights"))
-    among, on, step = range(ranks), placement, 1
-    if options.move == "slices":
-        # Of each team, the rank at this one's place.
-        step = placement.slices
-        among, on = range(comm.rank % step, ranks, step), placement.whole
-    grid, num_chunks = comm.topology, options.num_chunks
-    has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
-    hops = [Rooms() for _ in range(num_chunks)] if has_hops else ()
-    first, apart = members[among[0]], step * stride
-    wire = ExpertWire(
-        comm, on, among, dispatch, combine, gradients, moved, first, apart, seed, hops=hops, num_chunks=num_chunks
-    )
     shapes = {name: param.shape for name, param in tensors.items()}
-    once = entering(wire) if options.route == "once" and min(grid.num_nodes, grid.local_size) > 1 else None
-    made = ExpertRanks(options, placement, wire if once is None else once.outer, everyone, shapes, once, stride, asked)
+    made = ExpertRanks(options, placement, comm, everyone, shapes, stride, seed, asked)
     for param in tensors.values():
         param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)
     for experts in found.values():
         # Compiled layers leave their code for it.
-        experts.work = torch.compiler.disable(partial(made.work, experts))  # type: ignore[method-assign]
-        if once is not None:
-            experts.forward = torch.compiler.disable(partial(once.forward, experts))  # type: ignore[method-assign]
+        experts.forward = torch.compiler.disable(partial(made.forward, experts))  # type: ignore[method-assign]
     return made
+
+
+def wire_of(
+    options: ExpertParallel,
+    placement: ExpertPlacement,
+    comm: Communicator,
+    members: Sequence[int],
+    stride: int,
+    seed: int,
+) -> ExpertWire:
+    """The wire of one way among the ranks of `comm`. members: their numbers among all ranks that train the model."""
+    among, on, step = range(placement.ranks), placement, 1
+    if options.move == "slices":
+        # Of each team, the rank at this one's place.
+        step = placement.slices
+        among, on = range(comm.rank % step, placement.ranks, step), placement.whole
+    grid, num_chunks = comm.topology, options.num_chunks
+    has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
+    dispatch, combine, gradients, weights = map(options.codec, CODED)
+    first, apart = members[among[0]], step * stride
+    hops = [Rooms() for _ in range(num_chunks)] if has_hops else ()
+    return ExpertWire(
+        comm, on, among, dispatch, combine, gradients, weights, first, apart, seed, hops=hops, num_chunks=num_chunks
+    )
 
 
 def entering(wire: ExpertWire) -> Once:
@@ -261,7 +330,7 @@ def entering(wire: ExpertWire) -> Once:
     of_node = ExpertPlacement(placement.experts // grid.num_nodes, grid.local_size, placement.slices)
     start, far = wire.first + place * wire.step, grid.local_size * wire.step
     outer = replace(wire, placement=nodes, members=between, first=start, step=far, room=Room())
-    exact = replace(outer, dispatch=None, combine=None, gradients=None, room=Room())
+    exact = replace(outer, dispatch=None, combine=None, gradients=None, room=Room(), between=None)
     inner = ExpertWire(wire.comm, of_node, inside, first=wire.first + first * wire.step, step=wire.step, seed=wire.seed)
     return Once(outer, exact, inner)
 

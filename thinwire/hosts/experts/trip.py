@@ -36,6 +36,7 @@ class ExpertWire:
             message of gradients uses another, counted in `num_drawn`. Randomness depends on the seed and on the rows'
             numbers only, so it is the same on any number of ranks.
         hops: state for rows that go inside a node first; None: rows go straight to their rank.
+        between: is called in each backward once all gradients of a layer's outputs have come, and none has left.
     """
 
     comm: Communicator
@@ -52,6 +53,7 @@ class ExpertWire:
     hops: Sequence[Rooms] = ()
     room: Room = field(default_factory=Room)
     num_chunks: int = 1
+    between: Callable[[], None] | None = None
 
     def forward_seed(self, way: int) -> int:
         """Seed of a forward's codec, on the way to the experts (0) or back (1)."""
@@ -288,7 +290,12 @@ class Return(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.trip.arrive(ctx.number)
+        trip = ctx.trip
+        found = trip.arrive(ctx.number)
+        # Autograd comes to the first chunk last.
+        if ctx.number == 0 and trip.wire.between is not None:
+            trip.wire.between()
+        return None, None, found
 
 
 class Collect(torch.autograd.Function):

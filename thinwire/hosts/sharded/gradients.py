@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
 from thinwire.hosts.dense import check_dense
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
+from thinwire.hosts.sharded.pace import Pace
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.weights import Weights
+from thinwire.layout.buckets import BucketLayout
 
 # Reductions under way where gradients are released.
 MOST_IN_FLIGHT = 2
@@ -56,11 +60,18 @@ def sample(grad: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // NUM_SAMPLES)].clone().view(torch.uint8)
 
 
+def crossing_bytes(layout: BucketLayout) -> int:
+    """Bytes of a layout's gradients that a rank sends to other nodes; with one node, to other ranks."""
+    sent = {level: num for operation, level, num in layout.sent(1, 1) if operation == "gradients"}
+    return sent["inter"] or sent["intra"]
+
+
 class Gradients:
     """Reduces each unit's gradients when backward has written them to `.grad`.
 
     A module's gradients are sent after every backward and removed from `.grad`. A bucket's are summed in `.grad` until
-    the step's last backward and stay there, unless they are released to save memory.
+    the step's last backward and stay there, unless they are released to save memory. pace: says when they leave; None:
+    as soon as they are ready.
     """
 
     def __init__(self, units: Sequence[LiveUnit], weights: Weights, seeds: Seeds, *, releases: bool = False) -> None:
@@ -71,6 +82,7 @@ class Gradients:
         self._sent: list[SentGradient] = []
         self._reducing: dict[FlatBucket, Future[None]] = {}
         self._flying: deque[FlatBucket] = deque()
+        self.pace: Pace | None = None
         for unit in units:
             for slot in unit.slots:
                 if slot.param.dtype != torch.float32:
@@ -125,15 +137,20 @@ class Gradients:
             if bucket in self._reducing:
                 bucket.comm.wait(self._reducing[bucket])
             seed, first = self.seeds.gradients(bucket.layout, unit.num_sent), unit.num_sent == 0
-            self._reducing[bucket] = bucket.comm.submit(
-                partial(bucket.reduce, grads=grads, seed=seed, first=first, last=last)
-            )
+            job = partial(bucket.reduce, grads=grads, seed=seed, first=first, last=last)
+            if self.pace is not None:
+                self.pace.add(crossing_bytes(bucket.layout), partial(self._start, bucket, job))
+            else:
+                self._start(bucket, job)
             if self.releases:
                 del grads
                 self._wait_for_earlier(bucket)
         unit.num_sent += 1
         unit.ready.clear()
         unit.is_sent = last
+
+    def _start(self, bucket: FlatBucket, job: Callable[[Link], Rounds[None]]) -> None:
+        self._reducing[bucket] = bucket.comm.submit(job)
 
     def _wait_for_earlier(self, bucket: FlatBucket) -> None:
         """Limit the reductions under way: on a slow link, backward would otherwise fill the memory with gradients."""
@@ -148,6 +165,8 @@ class Gradients:
             if not unit.is_sent:
                 self._send(unit, last=True)
         self._num_launched = len(self.units)
+        if self.pace is not None:
+            self.pace.finish()
         for bucket, future in self._reducing.items():
             bucket.comm.wait(future)
 

@@ -22,6 +22,7 @@ from thinwire.hosts.sharded.gradients import Gradients
 from thinwire.hosts.sharded.guard import guard
 from thinwire.hosts.sharded.memory import Memory
 from thinwire.hosts.sharded.owned import States, StatesInMemory
+from thinwire.hosts.sharded.pace import Pace
 from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState
@@ -171,6 +172,15 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._gradients.reset()
         return loss
 
+    def hold_gradients(self, room_bytes: float | None) -> Pace | None:
+        """Hold back gradients that are ready until the returned Pace is told to release them, or until `reduce`.
+
+        room_bytes: what it lets leave at a time; None: gradients leave as soon as they are ready, from now on. To be
+        called between two steps.
+        """
+        self._gradients.pace = None if room_bytes is None else Pace(room_bytes)
+        return self._gradients.pace
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model's parameters."""
         for slot in self._slots:
@@ -278,12 +288,13 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         for comm in self._comms:
             slots = self._slots_of(comm)
             squares = self._squares() if comm is self.comm else 0.0
-            word = StepStatus(squares, self._loss, self._stop, [slot.name in self._gradients.used for slot in slots])
+            used = [slot.name in self._gradients.used for slot in slots]
+            word = StepStatus(squares, self._loss, self._stop, used, self.told)
             agreed = self._ranks_of(comm).agree(word)
-            used = zip(slots, agreed.used, strict=True)
-            self._gradients.used.update(slot.name for slot, is_used in used if is_used)
+            of_slots = zip(slots, agreed.used, strict=True)
+            self._gradients.used.update(slot.name for slot, is_used in of_slots if is_used)
             if comm is self.comm:
-                norm, self.mean_loss = agreed.norm, agreed.loss
+                norm, self.mean_loss, self.told = agreed.norm, agreed.loss, agreed.told
                 self.stop_requested = self.stop_requested or agreed.stop
         return torch.tensor(norm, dtype=torch.float64)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from typing import Literal
 
-from thinwire.cost.links import Links
+from thinwire.cost.links import ALL_TO_ALL, INTER, INTRA, SCATTER, Line, Links
 from thinwire.cost.mixture import Portion, passes_s
+from thinwire.cost.partition import capacity
 from thinwire.errors import Problems
 from thinwire.methods.experts.layout import ExpertPlacement
 from thinwire.methods.experts.options import AUTO, MOST_CHUNKS, ExpertParallel
 from thinwire.methods.experts.traffic import Rows, legs
 
+# Where a link takes no time.
+MOST_ROOM = 1 << 40
 MOVES: tuple[Literal["tokens", "slices", "experts"], ...] = ("tokens", "slices", "experts")
 ROUTES: tuple[Literal["linear", "2dh", "once"], ...] = ("linear", "2dh", "once")
 
@@ -65,6 +69,19 @@ def layer_s(
     options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links
 ) -> float:
     """Seconds of one layer's forward and backward, simulated; see choose_way."""
+    forward, backward = passes(options, placement, rows, part_numel, local_size, links)
+    return passes_s(nodes_of(placement, local_size), forward, backward, links)
+
+
+def nodes_of(placement: ExpertPlacement, local_size: int) -> list[int]:
+    """The node of each rank."""
+    return [rank // max(local_size, 1) for rank in range(placement.ranks)]
+
+
+def passes(
+    options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links
+) -> tuple[list[Portion], list[Portion]]:
+    """The chunks of one layer's forward, and of its backward, in their order."""
     # Two operations for each weight of a rank's part of an expert, or of whole ones where their weights come to it.
     each = 2 * part_numel // placement.each * (1 if options.move == "tokens" else placement.slices)
     forward, backward = [], []
@@ -73,8 +90,40 @@ def layer_s(
         forward.append(Portion(ways[0], [links.product.seconds(amount) for amount in flops], ways[1]))
         # Gradients of inputs and of weights.
         backward.append(Portion(ways[2], [2 * links.product.seconds(amount) for amount in flops], ways[3]))
-    nodes = [rank // max(local_size, 1) for rank in range(placement.ranks)]
-    return passes_s(nodes, forward, backward[::-1], links)
+    return forward, backward[::-1]
+
+
+def idle_s(
+    options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links
+) -> float:
+    """Seconds in which the backward of a layer leaves the busiest link alone: all of it but those of its messages.
+
+    Source: Pan et al., "FSMoE" (ASPLOS 2025), cases 1 to 4: t - 2 r t_a2a.
+    """
+    backward, nodes = (
+        passes(options, placement, rows, part_numel, local_size, links)[1],
+        nodes_of(placement, local_size),
+    )
+    level, busy_s = level_of(links), 0.0
+    line = links.lines.get((ALL_TO_ALL, level), Line())
+    for hop in (hop for chunk in backward for hop in (*chunk.there, *chunk.back)):
+        sent = Counter[int]()
+        for (source, target), num_bytes in hop.items():
+            if (nodes[source] != nodes[target]) == (level == INTER) and source != target:
+                sent[source] += int(num_bytes)
+        busy_s += line.seconds(max(sent.values(), default=0))
+    return max(0.0, passes_s(nodes, [], backward, links) - busy_s)
+
+
+def room_bytes(idle_s: float, links: Links) -> int:
+    """Bytes of gradients that a rank can send in an idle time, on the level that gradients cross."""
+    line = links.lines.get((SCATTER, level_of(links)), links.lines.get((ALL_TO_ALL, level_of(links)), Line()))
+    return int(min(capacity(idle_s, line), MOST_ROOM))
+
+
+def level_of(links: Links) -> str:
+    """The slowest level: between nodes, if there are several."""
+    return INTER if (ALL_TO_ALL, INTER) in links.lines else INTRA
 
 
 def rows_there(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, chunk: int) -> list[int]:

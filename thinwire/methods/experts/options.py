@@ -60,6 +60,11 @@ class ExpertParallel:
     weights: str = FP32
     """Codec of weights that move, such as bf16 or int8/64:nearest; fp32: as they are. It must
     round the same way each time."""
+    release: int | Literal["now", "auto"] = "now"
+    """When gradients of all weights leave in backward. now: as they are ready; a number: that many bytes in each
+    layer, while its experts compute, and the rest at the end.
+
+    auto: in `thinwire train`, as many as pass while the layer leaves the link alone."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -71,6 +76,8 @@ class ExpertParallel:
             if not isinstance(self.chunks, str) and not 1 <= self.chunks <= MOST_CHUNKS:
                 near = min(max(self.chunks, 1), MOST_CHUNKS)
                 raise ConfigError(f"chunks {self.chunks}: must be 1 to {MOST_CHUNKS}; nearest: {near}")
+            if not isinstance(self.release, str) and self.release < 0:
+                raise ConfigError(f"release {self.release}: must be at least 0; nearest: 0")
         problems.messages += self._unfit()
         for name in CODED:
             problems.note(self.codec, name)
@@ -89,13 +96,15 @@ class ExpertParallel:
             if (stated := getattr(self, name)) != FP32:
                 of = " of 1 slice" if self.move == "slices" else ""
                 yield f"{name} {stated!r} with move {self.move!r}{of}: no {what} travel; nearest: {FP32!r}"
+        if self.release not in ("now", AUTO) and self.move == "experts":
+            yield f"release {self.release} with move 'experts': there are no rows between which to be; nearest: 'now'"
         if self.route not in ("linear", AUTO) and self.move not in ("tokens", AUTO):
             why = "it is for rows that go to all ranks"
             yield f"route {self.route!r} with move {self.move!r}: {why}; nearest: 'linear'"
 
     def check_stated(self) -> None:
         """Raise ConfigError where something is still to be chosen."""
-        for name, near in (("parallel", 1), ("move", "tokens"), ("route", "linear"), ("chunks", 1)):
+        for name, near in (("parallel", 1), ("move", "tokens"), ("route", "linear"), ("chunks", 1), ("release", "now")):
             if getattr(self, name) == AUTO:
                 raise ConfigError(f"{name} {AUTO!r}: thinwire train chooses it, a library states it; nearest: {near!r}")
 

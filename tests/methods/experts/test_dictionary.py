@@ -1,0 +1,88 @@
+"""Tutel's dictionary, by seconds that are stated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from thinwire.cost.links import Line, Links
+from thinwire.methods.experts import MEASURE, ExpertParallel, ExpertPlacement, Rows, WayDictionary, way_text
+from thinwire.methods.experts.choice import choose_way
+from thinwire.methods.experts.dictionary import WINDOW
+
+PLACE = ExpertPlacement(8, 4)
+ROWS = Rows.even(PLACE, 512, 2, 32, torch.float32, 2)
+LINKS = replace(Links.stated(1e8, 1e9, 0.0, 2), product=Line(0.0, 2e-10))
+OPEN = ExpertParallel(4, move="auto", route="auto")
+SIZES: dict[str, Any] = {"part_numel": 3 * 8 * 48 * 32 // 4, "local_size": 2}
+
+
+def made() -> WayDictionary:
+    first = next(iter(choose_way(OPEN, PLACE, ROWS, links=LINKS, **SIZES)))
+    return WayDictionary(OPEN, first, PLACE, passes=3, links=LINKS, **SIZES)
+
+
+def steps(ways: WayDictionary, seconds: dict[str, float], num: int, factor: float = 1.0) -> list[str]:
+    """The ways of so many steps, each of which takes the seconds of its way; others take 1."""
+    found = []
+    for _ in range(num):
+        found.append(way_text(ways.ways[ways.now]))
+        # The first step of a way warms up.
+        is_warm = len(found) > 1 and found[-2] == found[-1]
+        told = ways.note(seconds.get(found[-1], 1.0) if is_warm else 9.0, ROWS, factor)
+        if told == MEASURE:
+            found.append("measure")
+            return found
+        ways.take(told)
+    return found
+
+
+def test_each_way_near_the_prediction_is_tried_once_and_the_fastest_measured_is_taken() -> None:
+    ways = made()
+    predicted = [way_text(way) for way in choose_way(OPEN, PLACE, ROWS, links=LINKS, **SIZES)]
+    best = way_text(ways.ways[ways.load(ROWS, 1.0).untried[-1]])
+    taken = steps(ways, {best: 0.5}, 20)
+    tried = list(dict.fromkeys(taken))
+    # In the order of their predictions, two steps each, and then no other.
+    assert taken[0] == predicted[0] != best and 2 < len(tried) <= 6
+    assert tried == predicted[: len(tried)] and taken[: 2 * len(tried)] == [way for way in tried for _ in range(2)]
+    assert taken[2 * len(tried)] == best and set(taken[2 * len(tried) :]) == {best}
+
+
+def test_another_load_has_an_entry_of_its_own_and_an_equal_one_none() -> None:
+    ways = made()
+    first, last = (way_text(ways.ways[ways.load(ROWS, 1.0).untried[n]]) for n in (0, -1))
+    steps(ways, {last: 0.5}, 16)
+    assert len(ways.loads) == 1 and set(steps(ways, {last: 0.5}, 4, factor=1.05)) == {last}
+    assert len(ways.loads) == 1
+    # Twice the rows for the busiest expert: all are tried again, and the first one is the fastest.
+    assert len(set(steps(ways, {first: 0.5}, 20, factor=2.0))) > 2 and len(ways.loads) == 2
+    assert set(steps(ways, {first: 0.5}, 3, factor=2.0)) == {first}
+    # The other entry is as it was.
+    assert steps(ways, {last: 0.5}, 2)[1] == last
+
+
+def test_links_are_measured_again_where_steps_drift_and_not_all_the_time() -> None:
+    ways = made()
+    only = way_text(ways.ways[ways.load(ROWS, 1.0).untried[0]])
+    assert "measure" not in steps(ways, {only: 0.5}, 12 + WINDOW)
+    assert "measure" not in steps(ways, {only: 0.59}, 2 * WINDOW)
+    assert steps(ways, {only: 0.65}, 2 * WINDOW)[-1] == "measure"
+    ways.renew(replace(LINKS, product=Line(0.0, 4e-10)), cost_s=2.0)
+    assert not ways.loads
+    again = steps(ways, {only: 0.65}, 12 + WINDOW)
+    assert len(set(again)) > 2 and again[-1] == only
+    # Of 100 s of experts' work, measuring may take 2 s.
+    drifted = steps(ways, {only: 0.9}, 99)
+    assert drifted[-1] == "measure" and len(drifted) > 2 * WINDOW
+
+
+def test_a_way_that_becomes_slow_gives_way_to_the_next() -> None:
+    ways = made()
+    first, second = (way_text(ways.ways[number]) for number in ways.load(ROWS, 1.0).untried[:2])
+    steps(ways, {first: 0.5, second: 0.55}, 20)
+    assert way_text(ways.ways[ways.now]) == first
+    ways._usual.clear()
+    assert second in steps(ways, {first: 0.58, second: 0.55}, 2 * WINDOW)

@@ -1,0 +1,63 @@
+"""Which bytes of gradients travel in which layer's idle time, so that a backward takes the fewest seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from thinwire.cost.links import Line
+
+
+def capacity(idle_s: float, line: Line) -> float:
+    """The bytes that pass in idle_s: the inverse of the line; 0 where the time is shorter than its latency."""
+    return max(0.0, idle_s - line.alpha_s) / line.beta_s if line.beta_s else float("inf")
+
+
+def excess_s(sent: Sequence[float], idle_s: Sequence[float], line: Line) -> float:
+    """Seconds that gradients add to a backward: beyond the idle time of each layer, and all those after the last one.
+
+    sent: bytes in each layer, and after the last; one more than idle_s.
+    """
+    inside = zip(sent, idle_s, strict=False)
+    return sum(max(0.0, line.seconds(num) - idle) for num, idle in inside) + line.seconds(sent[-1])
+
+
+def partition(produced: Sequence[float], idle_s: Sequence[float], line: Line) -> list[float]:
+    """Bytes to send in each layer, and after the last one: as `excess_s` takes them, in the fewest seconds.
+
+    Step 1 is as published: each layer takes what is there, as much as fits its idle time. A byte of the rest costs
+    beta wherever it goes, and a message after the last layer alpha in addition. So step 2 has one choice: the rest goes
+    there, or all of it into one layer after whose gradients everything fits. That is exact, and needs no search.
+
+    Args:
+        produced: bytes that come before each layer's idle time, in the order of the backward, and after the last.
+        idle_s: seconds in which a layer's backward leaves the link alone.
+        line: of the gradients' sum on the link.
+
+    Source: Pan et al., "FSMoE" (ASPLOS 2025), section 5, with another step 2.
+    """
+    rooms = [capacity(idle, line) for idle in idle_s]
+    sent, waiting, pending = [], list[float](), 0.0
+    for num, room in zip(produced, rooms, strict=False):
+        waiting.append(pending + num)
+        sent.append(min(waiting[-1], room))
+        pending = waiting[-1] - sent[-1]
+    rest = pending + produced[-1]
+    best = [*sent, rest]
+    if not rest or produced[-1]:
+        return best
+    # Room that is left behind each layer, by gradients that come later themselves.
+    behind = [room - num for room, num in zip(rooms, produced, strict=False)]
+    spare = [*list(accumulate(reversed(behind)))[::-1][1:], 0.0]
+    for layer, room in enumerate(spare):
+        if min(spare[layer:]) < 0:
+            continue
+        own = max(0.0, waiting[layer] - room)
+        if own < sent[layer]:
+            continue
+        found, pending = [*sent[:layer], own], waiting[layer] - own
+        for num, most in zip(produced[layer + 1 : -1], rooms[layer + 1 :], strict=True):
+            found.append(min(pending + num, most))
+            pending += num - found[-1]
+        best = min(best, [*found, 0.0], key=lambda each: excess_s(each, idle_s, line))
+    return best

@@ -1,0 +1,122 @@
+"""How rows travel from step to step: the first rank asks the dictionary, and its word of the step tells all ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+
+from thinwire.calibration.levels import measure_links
+from thinwire.cost.links import ALL_TO_ALL, SCATTER
+from thinwire.hosts.sharded.optimizer import ShardedOptimizer
+from thinwire.methods.experts import MEASURE, Load, Rows, WayDictionary, idle_s, room_bytes, way_text
+from thinwire.methods.experts.options import AUTO
+from thinwire.models.capacity import RowLoad, check_capacity
+from thinwire.models.moe import MoELlama
+from thinwire.options import EXPERTS
+from thinwire.report.metrics import TRIED, WayEvent
+from thinwire.run.run import Run
+from thinwire.training.engine import Engine
+
+# Experts whose product is timed again.
+TIMED_EXPERTS = 2
+FASTEST, DRIFTED = "the fastest measured", "links measured again: steps have drifted"
+OPEN = ("move", "route", "chunks")
+
+
+class Ways:
+    """The ways of a run's rows, of which some options are open. Every rank makes one, and calls it alike."""
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        experts, model = engine.stage.experts, engine.model
+        assert run.links is not None and experts is not None and isinstance(model, MoELlama)
+        self.engine, self.experts, self.model = engine, experts, model
+        stated, llama = run.config.tables.get(EXPERTS, {}), model.config
+        names = [name for name in OPEN if stated.get(name) == AUTO]
+        way = replace(experts.options, release=AUTO) if stated.get("release") == AUTO else experts.options
+        options = replace(way, **dict.fromkeys(names, AUTO))  # type: ignore[arg-type]
+        numel = 3 * llama.hidden_size * llama.intermediate_size * llama.num_local_experts // experts.placement.ranks
+        self.dictionary = WayDictionary(
+            options, way, experts.placement, numel, experts.comm.topology.local_size,
+            llama.num_hidden_layers * engine.batch.accumulation, run.links,
+        )  # fmt: skip
+        self._known: Load | None = None
+        self._holds = stated.get("release") == AUTO
+
+    @classmethod
+    def of(cls, run: Run, engine: Engine) -> Ways | None:
+        """The ways of a run whose ranks have measured links; None for any other."""
+        return None if run.links is None or engine.stage.experts is None else cls(run, engine)
+
+    @property
+    def name(self) -> str:
+        """The way in use."""
+        return way_text(self.experts.options)
+
+    def go_on(self, name: str) -> None:
+        """Take the way that was in use when a checkpoint was written, if there is such a way here."""
+        for number, way in enumerate(self.dictionary.ways):
+            if way_text(way) == name and self.dictionary.take(number):
+                self.experts.take(way)
+
+    def note(self, load: RowLoad, seconds: float) -> float:
+        """Note the rows and the seconds of a step's layers, before its word is sent. Return the predicted seconds."""
+        if self.experts.everyone.rank:
+            return 0.0
+        rows = self._rows(load)
+        self._known = self.dictionary.load(rows, load.needed)
+        predicted_s = self._known.predicted.get(self.dictionary.now, 0.0)
+        self.engine.optimizer.told = self.dictionary.note(seconds, rows, load.needed)
+        return predicted_s
+
+    def follow(self, step: int) -> WayEvent | None:
+        """Do what the step's word says. Returns what has changed on the first rank. A collective."""
+        if self._holds:
+            self._pace()
+        told, known, passes = self.engine.optimizer.told, self._known, self.dictionary.passes
+        if told == MEASURE:
+            self._measure()
+            return WayEvent(step, self.name, DRIFTED) if known is not None else None
+        if not self.dictionary.take(told):
+            return None
+        self.experts.take(self.dictionary.ways[told])
+        if known is None:
+            return None
+        why = TRIED if told in known.untried else FASTEST
+        return WayEvent(step, self.name, why, known.predicted.get(told, 0.0) / passes, known.typical(told) / passes)
+
+    def _pace(self) -> None:
+        """Hold back the next step's gradients by what the link has time for, here and between two layers.
+
+        Ranks need not agree: each sends the same messages in the same order.
+        """
+        experts, optimizer, ways = self.experts, self.engine.optimizer, self.dictionary
+        assert isinstance(optimizer, ShardedOptimizer)
+        asked = self._rows(RowLoad()), ways.part_numel, ways.local_size, ways.links
+        free_s = idle_s(experts.options, experts.placement, *asked) + experts.watch.gap_s
+        experts.hold(optimizer, room_bytes(free_s, ways.links))
+
+    def _measure(self) -> None:
+        """Measure the links and a product again."""
+        start, llama = time.perf_counter(), self.model.config
+        self.engine.optimizer.synchronize()
+        timed = TIMED_EXPERTS, llama.intermediate_size, llama.hidden_size
+        links = measure_links(self.experts.everyone, timed, [ALL_TO_ALL, SCATTER])
+        self.dictionary.renew(links, time.perf_counter() - start)
+
+    def _rows(self, load: RowLoad) -> Rows:
+        """The rows of a layer and micro-batch, on average; of an even router, if they were not counted."""
+        placement, llama, batch = self.experts.placement, self.model.config, self.engine.batch
+        grid = self.experts.comm.topology
+        num_tokens = batch.micro_batch * -(-self.engine.config.seq_len // self.engine.config.mesh_shape.sequence)
+        top_k, num_experts = llama.num_experts_per_tok, llama.num_local_experts
+        limit = check_capacity(self.model.capacity_factor, num_tokens, num_experts, top_k)
+        dtype = torch.bfloat16 if self.engine.dtype == "bf16" else torch.float32
+        nodes = placement.ranks // grid.local_size
+        rows = Rows.even(placement, num_tokens, top_k, llama.hidden_size, dtype, nodes, limit)
+        if load.counts is None:
+            return rows
+        found = load.counts[self.experts.members].mean(1) / batch.accumulation
+        counts = found.clamp(max=limit or num_tokens).round().long().tolist()
+        return replace(rows, counts=counts)

@@ -32,7 +32,7 @@ from thinwire.models.capacity import check_capacity
 from thinwire.models.moe import Experts, MoELlama
 from thinwire.options import EXPERTS, SEQUENCE
 from thinwire.planner.options import AUTO, ExplainConfig
-from thinwire.report.units import seconds_text
+from thinwire.report.units import bytes_text, seconds_text
 from thinwire.table import Row
 
 # Options that may say auto, and ways that the start-up table shows.
@@ -100,11 +100,13 @@ def choose_experts(
         on = shape or with_splits(
             replace(config, tables={**config.tables, EXPERTS: {**stated, "parallel": best}}), world
         )
-        found["release"] = "now" if way.move == "experts" else room_of(whole, config, on, way, links)
+        found["release"] = room = "now" if way.move == "experts" else room_of(whole, config, on, way, links)
+        shown = room if isinstance(room, str) else f"{bytes_text(room)} in each layer"
+        rows.append((f"--experts.release {AUTO}", shown, "what passes while the layer's backward leaves the link alone"))
     if shape is None:
         shown = ", ".join(f"{seconds_text(each)} with {ranks}" for ranks, each in seconds.items())
         rows.append((f"--experts.parallel {AUTO}", str(best), f"seconds of a step's links and experts: {shown}"))
-    if others := [name for name in found if name != "parallel"]:
+    if others := [name for name in found if name not in ("parallel", "release")]:
         asked = " ".join(f"--experts.{name} {AUTO}" for name in others)
         shown = ", ".join(f"{seconds_text(each)} by {way_text(one)}" for one, each in [*ways[best].items()][:NUM_SHOWN])
         rows.append((asked, way_text(way), f"a simulated layer, forward and backward: {shown}"))

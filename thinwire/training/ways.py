@@ -34,7 +34,7 @@ class Ways:
         self.engine, self.experts, self.model = engine, experts, model
         stated, llama = run.config.tables.get(EXPERTS, {}), model.config
         names = [name for name in OPEN if stated.get(name) == AUTO]
-        way = replace(experts.options, release=AUTO) if stated.get("release") == AUTO else experts.options
+        way = replace(experts.options, release="auto") if stated.get("release") == AUTO else experts.options
         options = replace(way, **dict.fromkeys(names, AUTO))  # type: ignore[arg-type]
         numel = 3 * llama.hidden_size * llama.intermediate_size * llama.num_local_experts // experts.placement.ranks
         self.dictionary = WayDictionary(

@@ -43,7 +43,8 @@ class Gather(torch.autograd.Function):
         # What two ranks draw for the same weights must not be the same.
         seed = 0 if wire.gradients is None else derive_seed(wire.draw(), wire.comm.rank)
         found = _exchange(wire, members, sends, wire.gradients, seed, "expert_weight_gradients")
-        return None, None, None, *found.sum(0).unbind()
+        # Views of one tensor would count their writes together, and one that is sent would seem changed by the next.
+        return None, None, None, *(found[:, number].sum(0) for number in range(found.shape[1]))
 
 
 def _exchange(

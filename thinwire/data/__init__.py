@@ -8,10 +8,10 @@ from thinwire.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, lo
 from thinwire.lazy import lazily
 
 if TYPE_CHECKING:
-    from thinwire.data.loader import BatchLoader, heldout_batches
+    from thinwire.data.loader import BatchLoader, documents_of, heldout_batches
 
 __all__ = [
-    "BatchLoader", "ByteTokenizer", "FileTokenizer", "TokenFile", "Tokenizer", "documents",
+    "BatchLoader", "ByteTokenizer", "FileTokenizer", "TokenFile", "Tokenizer", "documents", "documents_of",
     "heldout_batches", "load_tokenizer", "prepare", "printable",
 ]  # fmt: skip
-__getattr__ = lazily(__name__, {"loader": ("BatchLoader", "heldout_batches")})
+__getattr__ = lazily(__name__, {"loader": ("BatchLoader", "documents_of", "heldout_batches")})

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 
+# Target of a token without one.
+IGNORED = -100
 log = logging.getLogger(__name__)
 
 
@@ -67,6 +69,16 @@ class BatchLoader:
             self._position += self.sequences_per_step
         return gather(self.tokens, rows, self.seq_len)
 
+    def count_followed(self, end: int) -> int:
+        """Tokens in all ranks' sequences of the next step that are no document's last. Only between steps.
+
+        end: the token after each document.
+        """
+        first = self._position
+        epochs, indices = np.divmod(np.arange(first, first + self.sequences_per_step), np.int64(self.num_sequences))
+        rows, length = shuffled(indices, self.num_sequences, self.seed, epochs), self.seq_len
+        return sum(int(np.count_nonzero(self.tokens[row * length : (row + 1) * length] != end)) for row in rows)
+
     def skip_steps(self, num_steps: int) -> None:
         """Move forward by this number of steps, or back if it is negative. Only between steps."""
         self._position += num_steps * self.sequences_per_step
@@ -121,6 +133,18 @@ def heldout_batches(
     rows = picks * available // max(total, 1)
     for start in range(0, len(rows), micro_batch):
         yield gather(tokens, rows[start : start + micro_batch], seq_len)
+
+
+def documents_of(tokens: Tensor, targets: Tensor, end: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch with the number of each token's document; what follows a document is no target of its last token.
+
+    end: the token after each document, which belongs to it.
+
+    Shape:
+        tokens, targets, results: int64 [batch, length].
+    """
+    is_end = (tokens == end).long()
+    return tokens, targets.masked_fill(is_end.bool(), IGNORED), is_end.cumsum(1) - is_end
 
 
 def count_sequences(tokens: np.ndarray, seq_len: int) -> int:

@@ -23,7 +23,7 @@ GROUPS = {
     ),
     "machines": ("local_size", "mesh", "stages", "tensor", "order", "plan", "join", "nodes", "node", "timeout"),
     "memory": ("memory", "store"),
-    "data": ("text_field", "tokenizer", "cache_dir"),
+    "data": ("text_field", "documents", "tokenizer", "cache_dir"),
     "training": (
         "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "compile", "loss",
         "teacher", "teacher_weight", "stop_at",

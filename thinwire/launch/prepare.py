@@ -45,7 +45,7 @@ from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES, check_axes
 from thinwire.models.tensor import check_cut
 from thinwire.optim import WHOLE
-from thinwire.options import LAYOUT_TABLES, LLAMA, MOE, PIPELINE, check_unused, has_islands, model_table
+from thinwire.options import LAYOUT_TABLES, LLAMA, MOE, PIPELINE, SEQUENCE, check_unused, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
@@ -115,6 +115,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         if run is not None and not wrong_numbers and model is not None:
             check_residency(config, run, model)
     problems.note(check_teacher, config, run)
+    problems.note(check_documents, config)
     return run
 
 
@@ -438,6 +439,32 @@ def check_teacher(config: TrainConfig, run: Run | None) -> None:
         )
     if config.compile or config.memory is not None or config.store is not None:
         problems.messages.append("--teacher with --compile, --memory or --store: not supported; leave one of both out")
+    problems.raise_any()
+
+
+def check_documents(config: TrainConfig) -> None:
+    """Raise ConfigError, with all reasons, for documents that can't be kept apart."""
+    if not config.documents:
+        return
+    problems, shape = Problems(), config.mesh_shape
+    tokenizer = problems.note(load_tokenizer, config.tokenizer)
+    method = config.tables.get(SEQUENCE, {}).get("method", "auto")
+    wrong = {
+        f"--tokenizer {config.tokenizer}: has no token for the end of a document": tokenizer is not None
+        and tokenizer.end_of_document is None,
+        f"--model {config.model}: only thinwire's own models keep documents apart": config.model.startswith("hf:"),
+        "stages: they pass tokens and targets on, and no documents": shape.pipeline > 1
+        or config.chooses_stages
+        or config.is_planned_late,
+        "--teacher: it is asked about whole sequences": config.teacher is not None,
+        "--compile: every batch has other documents": config.compile,
+    }
+    problems.messages += [f"--documents beside {what}; leave one of both out" for what, is_so in wrong.items() if is_so]
+    if shape.sequence > 1 and method != "ulysses":
+        problems.messages.append(
+            f"--documents with --sequence.method {method}: a block of keys of a ring has parts of several; nearest: "
+            "--sequence.method ulysses"
+        )
     problems.raise_any()
 
 

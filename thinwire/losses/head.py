@@ -64,13 +64,13 @@ def cut_loss(model: nn.Module, head: nn.Linear | None = None) -> None:
     """
     head, own = head or head_of(model), model.forward
 
-    def forward(tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(tokens: Tensor, targets: Tensor | None = None, *more: Tensor) -> Tensor:
         if targets is None:
             return own(tokens)
         before: Any = vars(head).get("forward")
         head.forward = _giving(head, targets)  # type: ignore[method-assign, assignment]
         try:
-            return own(tokens, targets)
+            return own(tokens, targets, *more)
         finally:
             if before is None:
                 del head.forward

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest_divisor
+from thinwire.models.documents import apart, bounds_of
 
 LONGEST_PLAIN_ATTENTION = 512
 
@@ -130,13 +131,15 @@ class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions. Source: Ainslie et al. 2023 (GQA).
 
     attend: of q, k and v, `attend` itself unless tokens of a sequence lie on several ranks. Then send is what becomes
-    of q, k and v before, each as soon as it is there.
+    of q, k and v before, each as soon as it is there. bounds: of documents that attend only to themselves, see
+    `models.documents`; empty: each sequence is one.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attend: Callable[[Any, Any, Any], Tensor] = attend
         self.send: Callable[[Tensor], Any] | None = None
+        self.bounds: list[list[int]] = []
         self.head_size = config.head_size
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         kv_size = config.num_key_value_heads * config.head_size
@@ -152,7 +155,7 @@ class Attention(nn.Module):
             own = projection(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             own = own if projection is self.v_proj else rotate(own, cos, sin)
             found.append(own if self.send is None else self.send(own))
-        y = self.attend(*found)
+        y = (apart(self.attend, self.bounds) if self.bounds else self.attend)(*found)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 
@@ -277,16 +280,21 @@ class Llama(nn.Module):
                 draw = torch.randn(param.shape, generator=generator, device=generator.device)
                 yield name, draw.mul_(residual_std if to_residual else 0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits [batch, seq, vocab] of int64 tokens [batch, seq]; the mean loss (fp32 scalar) if targets are given.
 
-        Raises ConfigError when seq exceeds `max_seq_len`.
+        documents: int64 [batch, seq], the number of each token's document, to which alone it attends; None: each
+        sequence is one. Raises ConfigError when seq exceeds `max_seq_len`.
         """
         if tokens.shape[1] > self.max_seq_len:
             raise ConfigError(
                 f"sequence of {tokens.shape[1]} tokens: the model holds at most {self.max_seq_len} "
                 "(max_position_embeddings)"
             )
+        bounds = [] if documents is None else bounds_of(documents)
+        for layer in self.model.layers:
+            # Stays until the next forward: a layer may be computed again in the backward.
+            layer.self_attn.bounds = bounds
         logits = self.lm_head(self.model(tokens))
         return logits if targets is None else next_token_loss(logits, targets)
 

@@ -375,6 +375,7 @@ class MoELlama(Llama):
     Attributes:
         gather: a collective that returns the sums of all ranks in training, so that the balance loss is that of the
             global batch; None: this rank's sums only.
+        text_weight: what the caller multiplies the next loss by, which is not meant for the balance loss.
         row_counts: rows that routers have requested in training, on all ranks of `gather`; counted if there is a
             balance loss or a capacity.
 
@@ -386,6 +387,7 @@ class MoELlama(Llama):
     def __init__(self, config: MoEConfig, seed: int = 0) -> None:
         super().__init__(config, seed)
         self.gather: Callable[[Tensor], Tensor] | None = None
+        self.text_weight = 1.0
         self.row_counts = RowCounts(config.num_experts_per_tok)
 
     def make_mlp(self) -> nn.Module:
@@ -398,8 +400,8 @@ class MoELlama(Llama):
             if isinstance(module, Router) and module.log_temperature is not None:
                 module.log_temperature.fill_(FIRST_LOG_TEMPERATURE)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits = super().forward(tokens)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        logits = super().forward(tokens, None, documents)
         if targets is None:
             return logits
         return self.balanced(next_token_loss(logits, targets))
@@ -412,7 +414,7 @@ class MoELlama(Llama):
             if self.capacity_factor:
                 self._told(self._sums().detach())
             return loss
-        return with_gradient_of(loss, self.config.router_aux_loss_coef * self.balance_loss())
+        return with_gradient_of(loss, self.config.router_aux_loss_coef / self.text_weight * self.balance_loss())
 
     @property
     def capacity_factor(self) -> float:

@@ -102,7 +102,7 @@ def choose_experts(
         )
         found["release"] = room = "now" if way.move == "experts" else room_of(whole, config, on, way, links)
         shown = room if isinstance(room, str) else f"{bytes_text(room)} in each layer"
-        rows.append((f"--experts.release {AUTO}", shown, "what passes while the layer's backward leaves the link alone"))
+        rows.append((f"--experts.release {AUTO}", shown, "what passes while a layer's backward leaves the link alone"))
     if shape is None:
         shown = ", ".join(f"{seconds_text(each)} with {ranks}" for ranks, each in seconds.items())
         rows.append((f"--experts.parallel {AUTO}", str(best), f"seconds of a step's links and experts: {shown}"))

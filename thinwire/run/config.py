@@ -29,6 +29,9 @@ class TrainConfig:
     """Text to train on: a file or folder, .jsonl, .parquet, hf:NAME, or stdlib: the sources of this Python."""
     text_field: str = "text"
     """Field that holds the text, for .jsonl, .parquet and hf: data."""
+    documents: bool = False
+    """Tokens attend only to their own document, where several are packed into a sequence, and nothing is learnt from
+    one document about the next."""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json."""
     cache_dir: str | None = None
@@ -280,7 +283,7 @@ PER_MACHINE = {
 NOT_WRITTEN = ("resume", "overwrite", "dry_run", "allow_resume_drift", "stop_at", "inject", "node", "tables")
 # A resumed run must be the same in these; a change of any other is announced.
 FIXED_ON_RESUME = (
-    "model", "tokenizer", "weight_decay", "data", "seq_len", "seed", "tokens_per_step",
+    "model", "tokenizer", "weight_decay", "data", "documents", "seq_len", "seed", "tokens_per_step",
 )  # fmt: skip
 
 

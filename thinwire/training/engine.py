@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from thinwire.codecs import derive_seed
 from thinwire.collectives import ElasticPeers, Peers
 from thinwire.compose import parallelize
-from thinwire.data import BatchLoader, Tokenizer, heldout_batches, load_tokenizer
+from thinwire.data import BatchLoader, Tokenizer, documents_of, heldout_batches, load_tokenizer
+from thinwire.data.loader import IGNORED
 from thinwire.device import Device
 from thinwire.hosts.offload.hollow import hollow
 from thinwire.hosts.pipeline.stage import LastLogits
@@ -124,6 +125,8 @@ class Engine:
             accumulation=self.batch.accumulation, rank=self.share, world_size=self.num_shares, seed=config.seed,
         )  # fmt: skip
         torch.manual_seed(derive_seed(config.seed, self.share, *self._place_in_share) >> 1)
+        # The token that ends a document, if documents are kept apart.
+        self.end = corpus.tokenizer.end_of_document if config.documents else None
         self._forward_s = 0.0
         if self.distillation is not None and self.distillation.weight is None:
             self.distillation.weight = self._even_weight(self.distillation)
@@ -146,9 +149,26 @@ class Engine:
         Return the seconds of the forward passes, with the waiting for weights.
         """
         self._forward_s = 0.0
-        batches = [self.device.take(self.loader.next_batch()) for _ in range(self.batch.accumulation)]
+        batches = self._batches()
         self.stage.forward_backward(batches, self._loss_of)
         return self._forward_s
+
+    def _batches(self) -> list[tuple[Tensor, ...]]:
+        """This rank's micro-batches of the next step: tokens and targets.
+
+        With documents also each token's document, and the weight of the micro-batch's loss, in proportion to its number
+        of targets: the mean over all micro-batches and ranks is then the mean over all targets.
+        """
+        num = self.batch.accumulation
+        if self.end is None:
+            return [self.device.take(self.loader.next_batch()) for _ in range(num)]
+        each = self.loader.count_followed(self.end) / (num * self.num_shares)
+        found = []
+        for _ in range(num):
+            batch = documents_of(*self.loader.next_batch(), self.end)
+            weight = (batch[1] != IGNORED).sum(dtype=torch.float64) / each
+            found.append((*self.device.take(batch), weight))
+        return found
 
     def take_row_load(self) -> RowLoad:
         """The rows that routers have sent to experts in this step, on all ranks; empty without experts."""
@@ -167,11 +187,16 @@ class Engine:
         """Clip, and update the weights."""
         self.stage.update(self.config.grad_clip or math.inf)
 
-    def _loss_of(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _loss_of(self, module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """The loss of one micro-batch; the forward's seconds are counted."""
         start = time.perf_counter()
+        if self.end is not None:
+            *batch, weight = batch
+            if isinstance(self.model, MoELlama):
+                self.model.text_weight = float(weight)
         with self.device.autocast(self.dtype):
             loss = module(*batch)
+            loss = loss if self.end is None else loss * weight.to(loss)
         self._forward_s += time.perf_counter() - start
         return loss
 
@@ -185,7 +210,7 @@ class Engine:
     def _next_batches(self) -> Iterator[list[tuple[Tensor, ...]]]:
         """Yield this rank's batches of the next step. Afterwards the loader and the random generators are reset."""
         position, random, own_random = self.loader.state_dict(), torch.get_rng_state(), self.device.random_state()
-        yield [self.device.take(self.loader.next_batch()) for _ in range(self.batch.accumulation)]
+        yield self._batches()
         self.loader.load_state_dict(position)
         torch.set_rng_state(random)
         if own_random is not None:
@@ -207,19 +232,20 @@ class Engine:
     def evaluate(self) -> float:
         """The mean loss on held-out sequences over all ranks, separately for each island; nats per token."""
         self.model.eval()
-        total, num_sequences = 0.0, 0
+        total, num_targets = 0.0, 0
         for batch in heldout_batches(
             self.corpus.heldout, seq_len=self.config.seq_len, micro_batch=self.batch.micro_batch,
             rank=self.replica[0], world_size=self.replica[1],
             max_sequences=self.config.eval_sequences,
         ):  # fmt: skip
-            tokens, targets = self.device.take(batch)
+            given = self.device.take(batch if self.end is None else documents_of(*batch, self.end))
+            num = len(batch[0]) if self.end is None else int((given[1] != IGNORED).sum())
             with self.device.autocast(self.dtype):
-                total += float(self.model(tokens, targets)) * len(tokens)
-            num_sequences += len(tokens)
+                total += float(self.model(*given)) * num
+            num_targets += num
         self.model.train()
         # A rank may have fewer sequences than others, or none.
-        return self.optimizer.all_mean(total) / self.optimizer.all_mean(num_sequences)
+        return self.optimizer.all_mean(total) / self.optimizer.all_mean(num_targets)
 
     @property
     def ends_are_tied(self) -> bool:

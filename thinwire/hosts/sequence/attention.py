@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.sequence import blocks
 from thinwire.hosts.sequence.wire import SequenceWire, pack, unpack
 from thinwire.methods.sequence import SequenceLayout, head_shares, kv_share, visible
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+from thinwire.models.documents import Attend
 
 
 def ulysses_attention(
@@ -125,24 +123,6 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: flo
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-
-
-def apart(attend: Attend, bounds: Sequence[Sequence[int]]) -> Attend:
-    """An attention in which each document of a sequence attends only to itself.
-
-    bounds: for each whole sequence, where its documents begin, and where the last one ends.
-    """
-
-    def attend_apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = [
-            torch.cat(
-                [attend(*(x[row : row + 1, :, begin:end] for x in (q, k, v))) for begin, end in pairwise(ends)], 2
-            )
-            for row, ends in enumerate(bounds)
-        ]
-        return torch.cat(rows)
-
-    return attend_apart
 
 
 class HeadExchange:

@@ -17,12 +17,13 @@ from thinwire.collectives.gather import all_gather_exact
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.hosts.ranks import along, neighbours
-from thinwire.hosts.sequence.attention import Attend, Sent, apart, send_heads, sequence_attention, whole_attention
+from thinwire.hosts.sequence.attention import Sent, send_heads, sequence_attention, whole_attention
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import heads_of, replace
 from thinwire.hosts.sequence.wire import SequenceWire
 from thinwire.methods.options import AS_IT_IS
 from thinwire.methods.sequence import SequenceLayout, SequenceParallel, Shape, choose_layout, tokens_of
+from thinwire.models.documents import Attend, apart, bounds_of
 from thinwire.table import Row
 
 IGNORED = -100
@@ -84,9 +85,7 @@ class SequenceRanks:
                 f"documents with method {self.layout}: a block of keys has parts of several; nearest: method 'ulysses'"
             )
         length = tokens.shape[1]
-        ends = {length, length + -length % self.layout.unit}
-        changes = (documents[:, 1:] != documents[:, :-1]).cpu()
-        return [sorted({0, *(1 + row.nonzero().flatten()).tolist(), *ends}) for row in changes]
+        return bounds_of(documents, length + -length % self.layout.unit)
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Positions of this rank's tokens [batch, n] in the whole sequence that was split last: int64 [n].

@@ -292,9 +292,10 @@ class Llama(nn.Module):
                 "(max_position_embeddings)"
             )
         bounds = [] if documents is None else bounds_of(documents)
-        for layer in self.model.layers:
-            # Stays until the next forward: a layer may be computed again in the backward.
-            layer.self_attn.bounds = bounds
+        for module in self.modules():
+            if isinstance(module, Attention):
+                # Stays until the next forward: a layer may be computed again in the backward.
+                module.bounds = bounds
         logits = self.lm_head(self.model(tokens))
         return logits if targets is None else next_token_loss(logits, targets)
 

@@ -50,7 +50,7 @@ def trained(rank: int, release: Any, move: Any = "tokens") -> tuple[list[tuple[s
             release_of()
             events.append(("goes on", 0))
 
-        gradients._start, pace.add, ep.wire.between = started, added, paused  # type: ignore[method-assign]
+        gradients._start, pace.add, ep.wire.between = started, added, paused  # type: ignore[method-assign, assignment]
     draws = torch.Generator().manual_seed(rank)
     for _ in range(2):
         events.clear()

@@ -193,10 +193,12 @@ class Engine:
         if self.end is not None:
             *batch, weight = batch
             if isinstance(self.model, MoELlama):
-                self.model.text_weight = float(weight)
+                self.model.text_weight = float(weight) or 1.0
         with self.device.autocast(self.dtype):
             loss = module(*batch)
-            loss = loss if self.end is None else loss * weight.to(loss)
+            if self.end is not None:
+                # Without any target the mean is not a number, and has no gradient.
+                loss = loss * weight.to(loss) if weight else torch.nan_to_num(loss, nan=0.0)
         self._forward_s += time.perf_counter() - start
         return loss
 
@@ -241,7 +243,8 @@ class Engine:
             given = self.device.take(batch if self.end is None else documents_of(*batch, self.end))
             num = len(batch[0]) if self.end is None else int((given[1] != IGNORED).sum())
             with self.device.autocast(self.dtype):
-                total += float(self.model(*given)) * num
+                loss = float(self.model(*given))
+            total += loss * num if num else 0.0
             num_targets += num
         self.model.train()
         # A rank may have fewer sequences than others, or none.

@@ -51,6 +51,17 @@ def test_each_way_near_the_prediction_is_tried_once_and_the_fastest_measured_is_
     assert taken[2 * len(tried)] == best and set(taken[2 * len(tried) :]) == {best}
 
 
+def test_close_ways_are_tried_again_and_one_chunk_always() -> None:
+    options = ExpertParallel(4, chunks="auto")
+    first = next(iter(choose_way(options, PLACE, ROWS, links=LINKS, **SIZES)))
+    ways = WayDictionary(options, first, PLACE, passes=1, links=LINKS, **SIZES)
+    one, many = "tokens, linear, 1 chunk", way_text(first)
+    assert many != one and [way_text(ways.ways[way]) for way in ways.load(ROWS, 1.0).untried] == [many, one]
+    taken = steps(ways, {many: 0.6, one: 0.5}, 20)
+    # In turns, until each was measured three times.
+    assert taken[:12] == ([many] * 2 + [one] * 2) * 3 and set(taken[12:]) == {one}
+
+
 def test_another_load_has_an_entry_of_its_own_and_an_equal_one_none() -> None:
     ways = made()
     first, last = (way_text(ways.ways[ways.load(ROWS, 1.0).untried[n]]) for n in (0, -1))

@@ -18,8 +18,9 @@ from thinwire.state.agreement import MOST_TOLD
 MEASURE = MOST_TOLD
 # A bucket of loads: the fourth root of 2 wide.
 BUCKETS_OF_TWO = 4
-# Ways whose prediction is within NEAR of the fastest are tried, the first so many.
-NEAR, MOST_TRIES = 1.5, 6
+# Ways whose prediction is within NEAR of the fastest are tried. Those that then took up to CLOSE times as long as the
+# fastest measured one are tried until each has been ENOUGH times.
+NEAR, CLOSE, ENOUGH = 2.0, 1.3, 3
 # Of so many steps the median counts. Links whose steps take so much more, or less, are measured again, as long as that
 # takes no more than a fiftieth of the seconds of experts.
 WINDOW, DRIFT, SHARE = 8, 0.2, 0.02
@@ -31,7 +32,7 @@ class Load:
 
     Attributes:
         predicted: seconds of a step's layers.
-        untried: numbers of the ways near the prediction that have not been tried, the fastest first.
+        untried: numbers of the ways that are still to be tried, in this order.
         measured: the last seconds of each way that was in use.
     """
 
@@ -43,6 +44,12 @@ class Load:
         """The median of the measured seconds of a way; 0: not measured."""
         return median(self.measured.get(way, [0.0]))
 
+    def close(self) -> list[int]:
+        """The ways that are too close to the fastest one, for as little as is known of them; none if it is alone."""
+        most = CLOSE * self.typical(self.best)
+        found = [way for way in self.measured if self.typical(way) <= most]
+        return [way for way in found if len(self.measured[way]) < ENOUGH] if len(found) > 1 else []
+
     @property
     def best(self) -> int:
         """The way whose steps took the fewest seconds."""
@@ -53,8 +60,9 @@ class WayDictionary:
     """The ways that options leave open; the first rank says which one is next, from what it has measured.
 
     A load is the busiest expert's rows in relation to an even router's. In a new bucket of loads each way that a
-    simulation with the rows as they are takes for nearly the fastest is tried once: in two steps, of which the first
-    one warms up. From then on the fastest measured one is taken, and goes on to be measured.
+    simulation with the rows as they are takes for nearly the fastest is tried: in two steps, of which the first one
+    warms up; ways that are close to each other are tried again. From then on the fastest measured one is taken, and
+    goes on to be measured.
 
     Args:
         options: in use; `move`, `route` and `chunks` say auto where they are open.
@@ -98,6 +106,8 @@ class WayDictionary:
         load.measured.setdefault(self.now, deque(maxlen=WINDOW)).append(seconds)
         if self.now in load.untried:
             load.untried.remove(self.now)
+        if not load.untried:
+            load.untried = load.close()
         if load.untried:
             return load.untried[0]
         return MEASURE if len(self.ways) > 1 and self._has_drifted(load, seconds) else load.best
@@ -123,10 +133,21 @@ class WayDictionary:
         if bucket not in self.loads:
             found = choose_way(self.options, self.placement, rows, self.part_numel, self.local_size, self.links)
             predicted = {self.ways.index(way): seconds * self.passes for way, seconds in found.items()}
-            best = min(predicted.values())
-            near = [way for way, seconds in predicted.items() if seconds <= NEAR * best][:MOST_TRIES]
-            self.loads[bucket] = Load(predicted, near)
+            self.loads[bucket] = Load(predicted, self._near(predicted))
         return self.loads[bucket]
+
+    def _near(self, predicted: dict[int, float]) -> list[int]:
+        """Of what travels, and by each route, the fastest number of chunks if it is near; and one chunk, always.
+
+        A simulation knows the links better than what each message costs a processor.
+        """
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for way in predicted:
+            kinds.setdefault((self.ways[way].move, self.ways[way].route), []).append(way)
+        least = min(predicted.values())
+        near = [ways for ways in kinds.values() if predicted[ways[0]] <= NEAR * least]
+        whole = [way for ways in near for way in ways if self.ways[way].num_chunks == 1]
+        return list(dict.fromkeys([*(ways[0] for ways in near), *whole]))
 
     def _has_drifted(self, load: Load, seconds: float) -> bool:
         """Whether the way in use takes another multiple of its prediction than it did at first."""

@@ -12,7 +12,7 @@ import thinwire
 from tests.workers import run_workers
 from thinwire import ExpertParallel
 from thinwire.errors import ConfigError
-from thinwire.hosts.sharded.pace import Pace
+from thinwire.hosts.sharded.held import HeldGradients
 from thinwire.models.moe import MoEConfig, MoELlama
 
 CONFIG = MoEConfig(
@@ -107,10 +107,10 @@ def between(kinds: list[str]) -> list[int]:
 
 
 def test_a_message_that_exceeds_the_room_counts_against_the_next_one() -> None:
-    pace, left = Pace(10), list[int]()
-    for number in (6, 6, 12, 1):
+    pace, left = HeldGradients(10), list[int]()
+    for number in (6, 25, 1):
         pace.add(number, lambda number=number: left.append(number))  # type: ignore[misc]
-    for expected in ([6, 6], [6, 6, 12], [6, 6, 12, 1]):
+    for expected in ([6, 25], [6, 25], [6, 25], [6, 25, 1]):
         pace.release()
         assert left == expected
     pace.add(3, lambda: left.append(3))

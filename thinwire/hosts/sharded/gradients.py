@@ -16,7 +16,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.hosts.dense import check_dense
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
-from thinwire.hosts.sharded.pace import Pace
+from thinwire.hosts.sharded.held import HeldGradients
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import BucketLayout
@@ -82,7 +82,7 @@ class Gradients:
         self._sent: list[SentGradient] = []
         self._reducing: dict[FlatBucket, Future[None]] = {}
         self._flying: deque[FlatBucket] = deque()
-        self.pace: Pace | None = None
+        self.pace: HeldGradients | None = None
         for unit in units:
             for slot in unit.slots:
                 if slot.param.dtype != torch.float32:

@@ -20,9 +20,9 @@ from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
 from thinwire.hosts.sharded.guard import guard
+from thinwire.hosts.sharded.held import HeldGradients
 from thinwire.hosts.sharded.memory import Memory
 from thinwire.hosts.sharded.owned import States, StatesInMemory
-from thinwire.hosts.sharded.pace import Pace
 from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState
@@ -172,13 +172,13 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._gradients.reset()
         return loss
 
-    def hold_gradients(self, room_bytes: float | None) -> Pace | None:
-        """Hold back gradients that are ready until the returned Pace is told to release them, or until `reduce`.
+    def hold_gradients(self, room_bytes: float | None) -> HeldGradients | None:
+        """Hold back gradients that are ready until they are released, or until `reduce`.
 
         room_bytes: what it lets leave at a time; None: gradients leave as soon as they are ready, from now on. To be
         called between two steps.
         """
-        self._gradients.pace = None if room_bytes is None else Pace(room_bytes)
+        self._gradients.pace = None if room_bytes is None else HeldGradients(room_bytes)
         return self._gradients.pace
 
     def zero_grad(self, set_to_none: bool = True) -> None:

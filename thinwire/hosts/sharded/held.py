@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Pace:
+class HeldGradients:
     """Messages that wait for their turn, in the order in which they were ready; see `ShardedOptimizer.hold_gradients`.
 
     room_bytes: what may leave at each `release`. Of a message that is only partly within it, the rest counts against

@@ -112,7 +112,7 @@ class WayEvent:
 
 # Of a way.
 TRIED = "to be tried"
-Event = MembershipEvent | WayEvent
+RunEvent = MembershipEvent | WayEvent
 
 
 class MetricsWriter:
@@ -122,14 +122,14 @@ class MetricsWriter:
         """Open `path`, keeping the lines up to `last_step`: a resumed run writes the later steps again."""
         self.records = [record for record in read_metrics(path) if record.step <= last_step]
         self.events = [event for event in read_events(path) if event.after_step <= last_step]
-        lines: list[StepMetrics | Event] = sorted([*self.records, *self.events], key=_order)
+        lines: list[StepMetrics | RunEvent] = sorted([*self.records, *self.events], key=_order)
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(map(to_line, lines)))
         temporary.replace(path)
         self._file = path.open("ab", buffering=0)
         self._waiting = b""
 
-    def write(self, record: StepMetrics | Event) -> None:
+    def write(self, record: StepMetrics | RunEvent) -> None:
         """Append a line, and those that could not be written before. Raises OSError if the disk refuses them now."""
         if isinstance(record, StepMetrics):
             self.records.append(record)
@@ -149,11 +149,11 @@ class MetricsWriter:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
-def _order(record: StepMetrics | Event) -> tuple[int, bool]:
+def _order(record: StepMetrics | RunEvent) -> tuple[int, bool]:
     return (record.step, False) if isinstance(record, StepMetrics) else (record.after_step, True)
 
 
-def to_line(record: StepMetrics | Event) -> str:
+def to_line(record: StepMetrics | RunEvent) -> str:
     """One line of strict JSON, in which a number that is not finite is null."""
     values = asdict(record)
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -170,9 +170,9 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     return records
 
 
-def read_events(path: Path) -> list[Event]:
+def read_events(path: Path) -> list[RunEvent]:
     """What a metrics file has between its steps: changes of membership, and of the way of rows to experts."""
-    found: list[Event] = []
+    found: list[RunEvent] = []
     for values in _lines(path):
         for kind in (MembershipEvent, WayEvent):
             if values.get("event") == kind.event:

@@ -14,7 +14,7 @@ from thinwire.errors import UnsavedError
 from thinwire.options import has_islands
 from thinwire.report import write_report
 from thinwire.report.machine import versions
-from thinwire.report.metrics import TRIED, Event, MembershipEvent, MetricsWriter, StepMetrics, WayEvent, medians
+from thinwire.report.metrics import TRIED, MembershipEvent, MetricsWriter, RunEvent, StepMetrics, WayEvent, medians
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import open_trackers
 from thinwire.report.units import seconds_text
@@ -137,7 +137,7 @@ class Reporter:
         if problems:
             raise UnsavedError("; ".join(problems))
 
-    def _write(self, record: StepMetrics | Event) -> None:
+    def _write(self, record: StepMetrics | RunEvent) -> None:
         """Write to the metrics file. A full disk does not stop training: the line is tried again with the next one."""
         try:
             self.metrics.write(record)

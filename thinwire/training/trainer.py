@@ -46,7 +46,7 @@ from thinwire.training.planned import Planned
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.recovery import Reunion, StepStart, Survivor, fallback
 from thinwire.training.reporter import Reporter
-from thinwire.training.ways import Ways
+from thinwire.training.ways import WaysInUse
 
 # Why the meter lacks what a tensor axis sends.
 NOT_COUNTED = "sums in every layer, by torch itself: not counted in the bytes of a step"
@@ -81,7 +81,7 @@ class Trainer:
         if reunion is not None and reunion.why_not:
             saved, saved_rows = self._fall_back(reunion, survivor)
             reunion = survivor = None
-        self.ways = Ways.of(run, self.engine)
+        self.ways = WaysInUse.of(run, self.engine)
         advice = self._advice()
         self.saver = self._open_saver()
         self._about = self._account()

@@ -25,7 +25,7 @@ FASTEST, DRIFTED = "the fastest measured", "links measured again: steps have dri
 OPEN = ("move", "route", "chunks")
 
 
-class Ways:
+class WaysInUse:
     """The ways of a run's rows, of which some options are open. Every rank makes one, and calls it alike."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
@@ -45,7 +45,7 @@ class Ways:
         self._holds = stated.get("release") == AUTO
 
     @classmethod
-    def of(cls, run: Run, engine: Engine) -> Ways | None:
+    def of(cls, run: Run, engine: Engine) -> WaysInUse | None:
         """The ways of a run whose ranks have measured links; None for any other."""
         return None if run.links is None or engine.stage.experts is None else cls(run, engine)
 

@@ -140,6 +140,9 @@ def test_chunks_are_taken_where_they_hide_work_and_one_is_always_tried() -> None
     links = Links.stated(1e8, 1e9, 0.0, 2)
     working = replace(links, product=Line(0.0, 2e-10))
     assert chosen(working, chunks="auto")[0].num_chunks > 1
+    # Messages that cost a processor more than is hidden.
+    dear = replace(working, lines={key: replace(line, alpha_s=0.002) for key, line in working.lines.items()})
+    assert chosen(dear, chunks="auto")[0].num_chunks == 1
     # More latency than there is to hide, on the links or of a product.
     for slow in (replace(working, product=Line(0.01, 2e-10)), replace(Links.stated(1e8, 1e9, 0.05, 2), product=Line())):
         assert [each.chunks for each in chosen(slow, chunks="auto")] == [1, 2]

@@ -70,7 +70,10 @@ def layer_s(
 ) -> float:
     """Seconds of one layer's forward and backward, simulated; see choose_way."""
     forward, backward = passes(options, placement, rows, part_numel, local_size, links)
-    return passes_s(nodes_of(placement, local_size), forward, backward, links)
+    # Four messages of each further chunk cost a processor what they take where there is hardly a link, one by one.
+    alpha_s = min((line.alpha_s for (name, _), line in links.lines.items() if name == ALL_TO_ALL), default=0.0)
+    more_s = 4 * (len(forward) - 1) * alpha_s
+    return passes_s(nodes_of(placement, local_size), forward, backward, links) + more_s
 
 
 def nodes_of(placement: ExpertPlacement, local_size: int) -> list[int]:

@@ -34,6 +34,7 @@ from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.experts import ExpertRanks, expert_parallel
 from thinwire.hosts.experts.parallel import check_experts, check_optimizer
 from thinwire.hosts.interface import ParallelOptimizer, apply
+from thinwire.hosts.offload.hollow import is_hollow
 from thinwire.hosts.pipeline.stage import PipelineStage, StagePart, models_own, take_part
 from thinwire.hosts.pipeline.vocabulary import SpreadRows
 from thinwire.hosts.ranks import Axis, along
@@ -411,6 +412,7 @@ def pipeline(
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     checked: bool = False,
+    initial: Callable[[str], Tensor] | None = None,
     announce: bool = True,
 ) -> PipelinedStage:
     """Cut a causal language model into `stages` and train it; `method` averages over the replicas of a stage.
@@ -425,7 +427,7 @@ def pipeline(
             rows. Works for thinwire's models, and for models of transformers that state a plan. For others, use
             `parallelize_module` and `parallelize`.
         options: of the pipeline.
-        local_size, overlap, seed, timeout_s, checked, announce: as for `parallelize`.
+        local_size, overlap, seed, timeout_s, checked, initial, announce: as for `parallelize`.
 
     Raises ConfigError that lists everything that does not fit, before anything is sent.
     """
@@ -444,7 +446,7 @@ def pipeline(
         cut_with_optimizer(model, optimizer, mesh["tensor"])
     made = parallelize(
         model, optimizer, mesh, [options or Pipeline(), method], local_size=local_size, overlap=overlap, seed=seed,
-        timeout_s=timeout_s, checked=checked, announce=announce,
+        timeout_s=timeout_s, checked=checked, initial=initial, announce=announce,
     )  # fmt: skip
     assert isinstance(made, PipelinedStage)
     return made
@@ -503,7 +505,8 @@ def parallelize(
         seed: of all randomness.
         timeout_s: how long one message may take, in seconds.
         checked: put a header and a checksum in front of every message.
-        initial: with a Residency; see `thinwire.zero`.
+        initial: with a Residency or a pipeline axis, for a model made by `thinwire.hollow`; see `thinwire.zero`. Beside
+            a pipeline it is asked for the parameters of this rank's stage alone, in order of registration.
         announce: rank 0 prints what was asked for, what is in effect, and why they differ.
 
     Raises ConfigError with all reasons at once, before anything is sent: for a mesh without names, an axis without a
@@ -513,7 +516,7 @@ def parallelize(
     check_arguments("parallelize", model, optimizer, local_size=local_size, overlap=overlap, seed=seed,
         timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
-    given = AxisMethods.of(methods, model, mesh)
+    given = AxisMethods.of(methods, model, mesh, has_initial=initial is not None)
     check_joint(optimizer, sizes_of(mesh))
     alike = {"methods": given.alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
     check_agreement(mesh.mesh.flatten().tolist(), alike | optimizer_options(optimizer), timeout_s)
@@ -522,7 +525,7 @@ def parallelize(
     of_island = " of this island" if isinstance(method, Connected) else ""
     rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]
     if "pipeline" in names:
-        part, stages = cut_layers(model, optimizer, mesh, given)
+        part, stages = cut_layers(model, optimizer, mesh, given, initial)
     if "tensor" in names:
         # Of a stage's layers alone.
         tensor = cut_parameters(model, optimizer, mesh["tensor"])
@@ -587,7 +590,7 @@ class AxisMethods:
     alike: list[Any]
 
     @classmethod
-    def of(cls, methods: Iterable[Any], model: nn.Module, mesh: DeviceMesh) -> AxisMethods:
+    def of(cls, methods: Iterable[Any], model: nn.Module, mesh: DeviceMesh, *, has_initial: bool) -> AxisMethods:
         """The methods by their axes, with the ranks of the mesh. Raises ConfigError with all that does not fit."""
         if not isinstance(methods, Sequence) or isinstance(methods, str):
             raise ConfigError(f"methods must be a list, such as [{methods!r}]")
@@ -598,7 +601,10 @@ class AxisMethods:
         residencies = [method for method in methods if isinstance(method, Residency)]
         layouts = Pipeline | SequenceParallel | ExpertParallel | Residency
         others = [method for method in methods if not isinstance(method, layouts)]
-        method = checked_method(model, mesh, others, pipelines, sequences, experts)
+        method = checked_method(
+            model, mesh, others, pipelines, sequences, experts,
+            is_filled=has_initial and bool(residencies or "pipeline" in names_of(mesh)),
+        )  # fmt: skip
         if len(residencies) > 1:
             raise ConfigError("a process has one residency: give one thinwire.Residency")
         if residencies:
@@ -613,12 +619,13 @@ class AxisMethods:
 
 
 def cut_layers(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, given: AxisMethods
-) -> tuple[StagePart, StageAxis | None]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, given: AxisMethods,
+    initial: Callable[[str], Tensor] | None,
+) -> tuple[StagePart, StageAxis | None]:  # fmt: skip
     """Leave this rank's layers in the model: its part of a pipeline, and beside islands how their stages lie."""
     # Before the others' stages leave the model.
     skeleton = skeleton_of(model) if isinstance(given.method, IslandsMethod | Connected) else None
-    part = take_part(model, optimizer, given.pipeline, mesh["pipeline"])
+    part = take_part(model, optimizer, given.pipeline, mesh["pipeline"], initial)
     if skeleton is None:
         return part, None
     trained = tuple(map(part.holdings.trained_by, range(mesh["pipeline"].size())))
@@ -655,10 +662,13 @@ def checked_method(
     pipelines: Sequence[Pipeline] = (),
     sequences: Sequence[SequenceParallel] = (),
     experts: Sequence[ExpertParallel] = (),
+    *,
+    is_filled: bool,
 ) -> Method | Connected:
     """The method of the data axis; if there is an island axis, that method wrapped by the islands'.
 
-    Raises ConfigError that lists everything that does not fit. Changes nothing and sends nothing.
+    is_filled: parameters without memory get their first values. Raises ConfigError that lists everything that does not
+    fit. Changes nothing and sends nothing.
     """
     problems, names = Problems(), names_of(mesh)
     if len(names) != mesh.ndim:
@@ -689,7 +699,15 @@ def checked_method(
             "compressed by thinwire.compress_fsdp; one of parallelize_module needs the axis 'tensor'"
         )
     if meta := next((name for name, param in model.named_parameters() if param.is_meta), None):
-        problems.messages.append(f"{meta!r} is on the meta device: call model.to_empty(device=...) and fill it first")
+        problems.messages.append(
+            f"{meta!r} is on the meta device: call model.to_empty(device=...) and fill it first, or call "
+            "thinwire.hollow(model) and give `initial`, with a pipeline axis or a Residency"
+        )
+    if not is_filled and (empty := next((name for name, param in model.named_parameters() if is_hollow(param)), None)):
+        problems.messages.append(
+            f"{empty!r} has no memory: give `initial`, its first values, with a pipeline axis or a Residency; nearest: "
+            "thinwire.zero(..., initial=...)"
+        )
     problems.raise_any()
     assert method is not None
     return method

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # A host registers itself for its kind of method.
@@ -48,6 +48,7 @@ from thinwire.methods.experts import ExpertParallel, check_data_method
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import Residency, resident_method
 from thinwire.methods.outer.base import Connected, IslandsMethod
+from thinwire.methods.pipeline.across import check_across, ranks_across
 from thinwire.methods.pipeline.cut import layers_of
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline, check_stages
@@ -422,7 +423,8 @@ def pipeline(
             start with the same weights. Afterwards the model holds the weights of this rank's stage only.
         optimizer: over the model's parameters. If `tensor` is above 1, it must not have taken a step yet.
         method: for the data axis, such as `thinwire.SDP4Bit()`; works if there are more ranks than stages x tensor.
-        stages: `stages` x `tensor` must divide the number of ranks. The first ranks get the first stage, and so on.
+        stages: `stages` x `tensor` must divide the number of ranks. The first ranks get the first stage, and so on,
+            unless `options` say that replicas cross nodes.
         tensor: number of neighbouring ranks that cut the matrices of a stage's layers between them, by columns and by
             rows. Works for thinwire's models, and for models of transformers that state a plan. For others, use
             `parallelize_module` and `parallelize`.
@@ -441,11 +443,13 @@ def pipeline(
             raise ConfigError(f"{ranks} {what} on {left} ranks: must divide them; nearest: {near}")
     device = next(iter(model.parameters())).device
     sizes = {"pipeline": stages, "data": world_size // stages // tensor} | ({"tensor": tensor} if tensor > 1 else {})
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    options = options or Pipeline()
+    laid_out = ranks_across(options.across, world_size, stages, tensor).view(*sizes.values())
+    mesh = DeviceMesh(device.type, laid_out, mesh_dim_names=tuple(sizes))
     if tensor > 1:
         cut_with_optimizer(model, optimizer, mesh["tensor"])
     made = parallelize(
-        model, optimizer, mesh, [options or Pipeline(), method], local_size=local_size, overlap=overlap, seed=seed,
+        model, optimizer, mesh, [options, method], local_size=local_size, overlap=overlap, seed=seed,
         timeout_s=timeout_s, checked=checked, initial=initial, announce=announce,
     )  # fmt: skip
     assert isinstance(made, PipelinedStage)
@@ -741,9 +745,17 @@ def pipeline_problems(
     options = (*pipelines, Pipeline())[0]
     with problems.collect():
         check_stages(options, sizes["pipeline"], len(layers_of(model)[1]))
+    problems.note(check_across, options.across, places_of(mesh))
     if method is not None:
         problems.note(check_inside, method, sizes.get("data", 1))
     return problems.messages
+
+
+def places_of(mesh: DeviceMesh) -> Tensor:
+    """The ranks of a mesh, or of its first island, by the axes pipeline, data and tensor."""
+    names = names_of(mesh)
+    ranks = mesh.mesh.permute([names.index(name) for name in AXES if name in names])
+    return ranks[0] if "island" in names else ranks
 
 
 def sequence_problems(

@@ -28,6 +28,7 @@ from thinwire.layout.mesh import MeshShape
 from thinwire.losses import cut_loss, head_of
 from thinwire.methods.memory import Residency
 from thinwire.methods.outer.base import connect
+from thinwire.methods.pipeline.across import ranks_across
 from thinwire.models import build_model, generate
 from thinwire.models.build import build_skeleton
 from thinwire.models.capacity import RowLoad
@@ -79,9 +80,11 @@ class Engine:
         shape = config.mesh_shape
         # Ranks of the tensor axis, of a sequence and of a pipeline see the same data.
         self.num_shares = place.num_ranks // shape.shared
-        # Stages are the outermost axis of an island, tensor and sequence the innermost.
+        mesh = mesh_of(shape, device, run.pipeline.across if run.pipeline else "")
+        # Tensor and sequence are the innermost axes of an island.
         num_replicas = place.world_size // shape.shared
-        self.replica = place.rank // (shape.tensor * shape.sequence) % num_replicas, num_replicas
+        replica = place.rank // (shape.tensor * shape.sequence) % num_replicas
+        self.replica = mesh.get_local_rank("data") if shape.pipeline > 1 else replica, num_replicas
         self.share = place.island.number * num_replicas + self.replica[0]
         self.batch = derive(config, self.num_shares)
         fields = config.tables.get(model_table(config.model) or "")
@@ -100,7 +103,6 @@ class Engine:
         if config.teacher is not None:
             teacher = device.place(build_model(config.teacher, corpus.tokenizer.vocab_size, config.seq_len))
             self.distillation = Distillation(self.model, teacher, config.teacher_weight)
-        mesh = mesh_of(shape, device)
         if shape.tensor > 1:
             cut_over(self.model, mesh["tensor"])
         if config.compile:
@@ -295,10 +297,13 @@ def unfilled(
     return skeleton, FirstWeights(skeleton, config.seed), ""
 
 
-def mesh_of(shape: MeshShape, device: Device) -> DeviceMesh:
-    """The mesh of this process group, or of its island: only the data axis if nothing is cut."""
+def mesh_of(shape: MeshShape, device: Device, across: str) -> DeviceMesh:
+    """The mesh of this process group, or of its island: only the data axis if nothing is cut. across: see Pipeline."""
     inside = {name: size for name, size in shape.sizes.items() if name != "island"}
     sizes = inside if shape.shared * shape.expert > 1 else {"data": dist.get_world_size()}
+    if shape.pipeline > 1:
+        ranks = ranks_across(across, dist.get_world_size(), shape.pipeline, shape.tensor).view(*sizes.values())
+        return DeviceMesh(device.kind, ranks, mesh_dim_names=tuple(sizes))
     return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -12,7 +12,6 @@ import thinwire
 from tests.workers import run_workers
 from thinwire.errors import ConfigError
 from thinwire.layout.mesh import MeshShape
-from thinwire.methods.pipeline import token_shares
 from thinwire.methods.pipeline.across import ranks_across
 from thinwire.models import Llama, build_model, build_skeleton
 from thinwire.planner.explain import plan_on
@@ -29,7 +28,7 @@ def batches(step: int, replica: int) -> list[Any]:
     return [tuple(torch.randint(0, 64, (2, SIZE, LENGTH), generator=generator)) for _ in range(NUM)]
 
 
-def trained(rank: int, across: str) -> dict[str, Any]:
+def trained(rank: int, across: Any) -> dict[str, Any]:
     model = build_model("tiny", 64, LENGTH, overrides=FIELDS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = thinwire.Pipeline(across=across, plan="1f1b")
@@ -40,14 +39,12 @@ def trained(rank: int, across: str) -> dict[str, Any]:
     losses, before = [], stage.optimizer.meter.snapshot()
     for step in range(STEPS):
         given = batches(step, replica)
-        assert len(token_shares(given)) == NUM
         stage.forward_backward(given)
         stage.step(1.0)
         losses.append(stage.optimizer.mean_loss)
         if not step:
             stage.optimizer.synchronize()
             before = stage.optimizer.meter.snapshot()
-            # The second step is measured; links are probed outside of the meter.
     stage.optimizer.synchronize()
     traffic = stage.optimizer.meter.snapshot() - before
     crossing = sum(reading.sent_bytes for (_, level), reading in traffic.operations.items() if level == "inter")
@@ -59,7 +56,7 @@ def trained(rank: int, across: str) -> dict[str, Any]:
 def refused(rank: int) -> str:
     model = build_model("tiny", 64, LENGTH, overrides=FIELDS)
     mesh = DeviceMesh("cpu", ranks_across("replicas", 4, 2).view(2, 2), mesh_dim_names=("pipeline", "data"))
-    methods = [thinwire.Pipeline(across="stages"), thinwire.Zero()]
+    methods: list[Any] = [thinwire.Pipeline(across="stages"), thinwire.Zero()]
     with pytest.raises(ConfigError) as raised:
         thinwire.parallelize(model, torch.optim.AdamW(model.parameters()), mesh, methods)
     return str(raised.value)
@@ -74,7 +71,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_workers(everything, 4, local_size=2)
 
 
-def simulated(across: str) -> tuple[Llama, Stages, Grid]:
+def simulated(across: Any) -> tuple[Llama, Stages, Grid]:
     model, grid = build_skeleton("tiny", 64, LENGTH, FIELDS), Grid(2, 2, 1e9, rate=1e6)
     assert isinstance(model, Llama)
     return model, stages_of(model, thinwire.Pipeline(across=across, plan="1f1b"), 2, NUM, SIZE, LENGTH, grid), grid

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # A host registers itself for its kind of method.
@@ -34,6 +34,7 @@ from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.experts import ExpertRanks, expert_parallel
 from thinwire.hosts.experts.parallel import check_experts, check_optimizer
 from thinwire.hosts.interface import ParallelOptimizer, apply
+from thinwire.hosts.offload.hollow import is_hollow
 from thinwire.hosts.pipeline.stage import PipelineStage, StagePart, models_own, take_part
 from thinwire.hosts.pipeline.vocabulary import SpreadRows
 from thinwire.hosts.ranks import Axis, along
@@ -48,6 +49,7 @@ from thinwire.methods.experts import ExpertParallel, check_data_method
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import Residency, resident_method
 from thinwire.methods.outer.base import Connected, IslandsMethod
+from thinwire.methods.pipeline.across import check_across, ranks_across
 from thinwire.methods.pipeline.cut import layers_of
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline, check_stages
@@ -416,6 +418,7 @@ def pipeline(
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     checked: bool = False,
+    initial: Callable[[str], Tensor] | None = None,
     announce: bool = True,
 ) -> PipelinedStage:
     """Cut a causal language model into `stages` and train it; `method` averages over the replicas of a stage.
@@ -425,12 +428,13 @@ def pipeline(
             start with the same weights. Afterwards the model holds the weights of this rank's stage only.
         optimizer: over the model's parameters. If `tensor` is above 1, it must not have taken a step yet.
         method: for the data axis, such as `thinwire.SDP4Bit()`; works if there are more ranks than stages x tensor.
-        stages: `stages` x `tensor` must divide the number of ranks. The first ranks get the first stage, and so on.
+        stages: `stages` x `tensor` must divide the number of ranks. The first ranks get the first stage, and so on,
+            unless `options` say that replicas cross nodes.
         tensor: number of neighbouring ranks that cut the matrices of a stage's layers between them, by columns and by
             rows. Works for thinwire's models, and for models of transformers that state a plan. For others, use
             `parallelize_module` and `parallelize`.
         options: of the pipeline.
-        local_size, overlap, seed, timeout_s, checked, announce: as for `parallelize`.
+        local_size, overlap, seed, timeout_s, checked, initial, announce: as for `parallelize`.
 
     Raises ConfigError that lists everything that does not fit, before anything is sent.
     """
@@ -444,12 +448,14 @@ def pipeline(
             raise ConfigError(f"{ranks} {what} on {left} ranks: must divide them; nearest: {near}")
     device = next(iter(model.parameters())).device
     sizes = {"pipeline": stages, "data": world_size // stages // tensor} | ({"tensor": tensor} if tensor > 1 else {})
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    options = options or Pipeline()
+    laid_out = ranks_across(options.across, world_size, stages, tensor).view(*sizes.values())
+    mesh = DeviceMesh(device.type, laid_out, mesh_dim_names=tuple(sizes))
     if tensor > 1:
         cut_with_optimizer(model, optimizer, mesh["tensor"])
     made = parallelize(
-        model, optimizer, mesh, [options or Pipeline(), method], local_size=local_size, overlap=overlap, seed=seed,
-        timeout_s=timeout_s, checked=checked, announce=announce,
+        model, optimizer, mesh, [options, method], local_size=local_size, overlap=overlap, seed=seed,
+        timeout_s=timeout_s, checked=checked, initial=initial, announce=announce,
     )  # fmt: skip
     assert isinstance(made, PipelinedStage)
     return made
@@ -508,7 +514,8 @@ def parallelize(
         seed: of all randomness.
         timeout_s: how long one message may take, in seconds.
         checked: put a header and a checksum in front of every message.
-        initial: with a Residency; see `thinwire.zero`.
+        initial: with a Residency or a pipeline axis, for a model made by `thinwire.hollow`; see `thinwire.zero`. Beside
+            a pipeline it is asked for the parameters of this rank's stage alone, in order of registration.
         announce: rank 0 prints what was asked for, what is in effect, and why they differ.
 
     Raises ConfigError with all reasons at once, before anything is sent: for a mesh without names, an axis without a
@@ -518,7 +525,7 @@ def parallelize(
     check_arguments("parallelize", model, optimizer, local_size=local_size, overlap=overlap, seed=seed,
         timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
-    given = AxisMethods.of(methods, model, mesh)
+    given = AxisMethods.of(methods, model, mesh, has_initial=initial is not None)
     check_joint(optimizer, sizes_of(mesh))
     alike = {"methods": given.alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
     check_agreement(mesh.mesh.flatten().tolist(), alike | optimizer_options(optimizer), timeout_s)
@@ -527,7 +534,7 @@ def parallelize(
     of_island = " of this island" if isinstance(method, Connected) else ""
     rows: list[Row] = [(f"mesh{of_island}", shape_of(mesh), "axes from the outside in")]
     if "pipeline" in names:
-        part, stages = cut_layers(model, optimizer, mesh, given)
+        part, stages = cut_layers(model, optimizer, mesh, given, initial)
     if "tensor" in names:
         # Of a stage's layers alone.
         tensor = cut_parameters(model, optimizer, mesh["tensor"])
@@ -594,7 +601,7 @@ class AxisMethods:
     alike: list[Any]
 
     @classmethod
-    def of(cls, methods: Iterable[Any], model: nn.Module, mesh: DeviceMesh) -> AxisMethods:
+    def of(cls, methods: Iterable[Any], model: nn.Module, mesh: DeviceMesh, *, has_initial: bool) -> AxisMethods:
         """The methods by their axes, with the ranks of the mesh. Raises ConfigError with all that does not fit."""
         if not isinstance(methods, Sequence) or isinstance(methods, str):
             raise ConfigError(f"methods must be a list, such as [{methods!r}]")
@@ -605,7 +612,10 @@ class AxisMethods:
         residencies = [method for method in methods if isinstance(method, Residency)]
         layouts = Pipeline | SequenceParallel | ExpertParallel | Residency
         others = [method for method in methods if not isinstance(method, layouts)]
-        method = checked_method(model, mesh, others, pipelines, sequences, experts)
+        method = checked_method(
+            model, mesh, others, pipelines, sequences, experts,
+            is_filled=has_initial and bool(residencies or "pipeline" in names_of(mesh)),
+        )  # fmt: skip
         if len(residencies) > 1:
             raise ConfigError("a process has one residency: give one thinwire.Residency")
         if residencies:
@@ -620,12 +630,13 @@ class AxisMethods:
 
 
 def cut_layers(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, given: AxisMethods
-) -> tuple[StagePart, StageAxis | None]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, given: AxisMethods,
+    initial: Callable[[str], Tensor] | None,
+) -> tuple[StagePart, StageAxis | None]:  # fmt: skip
     """Leave this rank's layers in the model: its part of a pipeline, and beside islands how their stages lie."""
     # Before the others' stages leave the model.
     skeleton = skeleton_of(model) if isinstance(given.method, IslandsMethod | Connected) else None
-    part = take_part(model, optimizer, given.pipeline, mesh["pipeline"])
+    part = take_part(model, optimizer, given.pipeline, mesh["pipeline"], initial)
     if skeleton is None:
         return part, None
     trained = tuple(map(part.holdings.trained_by, range(mesh["pipeline"].size())))
@@ -662,10 +673,13 @@ def checked_method(
     pipelines: Sequence[Pipeline] = (),
     sequences: Sequence[SequenceParallel] = (),
     experts: Sequence[ExpertParallel] = (),
+    *,
+    is_filled: bool,
 ) -> Method | Connected:
     """The method of the data axis; if there is an island axis, that method wrapped by the islands'.
 
-    Raises ConfigError that lists everything that does not fit. Changes nothing and sends nothing.
+    is_filled: parameters without memory get their first values. Raises ConfigError that lists everything that does not
+    fit. Changes nothing and sends nothing.
     """
     problems, names = Problems(), names_of(mesh)
     if len(names) != mesh.ndim:
@@ -696,7 +710,15 @@ def checked_method(
             "compressed by thinwire.compress_fsdp; one of parallelize_module needs the axis 'tensor'"
         )
     if meta := next((name for name, param in model.named_parameters() if param.is_meta), None):
-        problems.messages.append(f"{meta!r} is on the meta device: call model.to_empty(device=...) and fill it first")
+        problems.messages.append(
+            f"{meta!r} is on the meta device: call model.to_empty(device=...) and fill it first, or call "
+            "thinwire.hollow(model) and give `initial`, with a pipeline axis or a Residency"
+        )
+    if not is_filled and (empty := next((name for name, param in model.named_parameters() if is_hollow(param)), None)):
+        problems.messages.append(
+            f"{empty!r} has no memory: give `initial`, its first values, with a pipeline axis or a Residency; nearest: "
+            "thinwire.zero(..., initial=...)"
+        )
     problems.raise_any()
     assert method is not None
     return method
@@ -730,9 +752,17 @@ def pipeline_problems(
     options = (*pipelines, Pipeline())[0]
     with problems.collect():
         check_stages(options, sizes["pipeline"], len(layers_of(model)[1]))
+    problems.note(check_across, options.across, places_of(mesh))
     if method is not None:
         problems.note(check_inside, method, sizes.get("data", 1))
     return problems.messages
+
+
+def places_of(mesh: DeviceMesh) -> Tensor:
+    """The ranks of a mesh, or of its first island, by the axes pipeline, data and tensor."""
+    names = names_of(mesh)
+    ranks = mesh.mesh.permute([names.index(name) for name in AXES if name in names])
+    return ranks[0] if "island" in names else ranks
 
 
 def sequence_problems(

@@ -47,6 +47,8 @@ ROWS = {
     "tensor": (4, f"--strategy sdp4bit --stages 2 --tensor 2 --local-size 2 {EXACT}", "four"),
     "tensor-still": (4, f"--strategy zero --stages 2 --tensor 2 --local-size 2 {STILL}", "lossy"),
     "auto": (4, f"--strategy zero --stages auto --tensor auto --local-size 2 {EXACT}", ""),
+    "replicas": (4, f"--strategy zero --stages 2 --local-size 2 --pipeline.across replicas {EXACT}", "four"),
+    "across": (4, f"--strategy zero --stages 2 --local-size 2 {EXACT}", ""),
     "skip": (4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
     "skip-again": (4, "--strategy zero --stages 4 --pipeline.head first --pipeline.skip 0.25", ""),
 }
@@ -58,11 +60,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> RunsOfRanks:
 
 
 def test_stages_change_no_loss_and_no_norm(runs: RunsOfRanks) -> None:
-    for name in ("four", "zero", "ddp", "tensor", "spread"):
+    for name in ("four", "zero", "ddp", "tensor", "spread", "replicas", "across"):
         for step, found in runs[name]["steps"].items():
             for key in ("loss", "grad_norm"):
                 assert found[key] == pytest.approx(runs["alone"]["steps"][step][key], rel=2e-5), (name, step, key)
-    for name in ("zero", "ddp", "tensor", "spread"):
+    for name in ("zero", "ddp", "tensor", "spread", "replicas"):
         assert runs[name]["heldout_loss"] == pytest.approx(runs["alone"]["heldout_loss"], rel=1e-5)
         assert "resume proven" in runs[name]["printed"]
     assert all(runs[name]["sample"] for name in ("ddp", "tensor", "spread"))
@@ -86,6 +88,16 @@ def test_stages_that_are_chosen_are_said_kept_and_change_no_loss(runs: RunsOfRan
     assert "a step with" in run["printed"] and "FLOP/s a rank, links between nodes" in run["printed"]
     for step, found in run["steps"].items():
         assert found["loss"] == pytest.approx(runs["alone"]["steps"][step]["loss"], rel=2e-5)
+
+
+def test_what_crosses_nodes_is_predicted_said_and_kept(runs: RunsOfRanks) -> None:
+    config = tomllib.loads((runs["across"]["folder"] / "config.toml").read_text())
+    across = config["pipeline"]["across"]
+    assert across in ("stages", "replicas")
+    assert f"across auto: {across} cross nodes (predicted: " in runs["across"]["printed"]
+    # The first pipeline lies on the first node: with the others it shares no link.
+    assert "2 replicas: topology: 2 node(s) x 1 rank(s)" in runs["replicas"]["printed"]
+    assert "across auto" not in runs["replicas"]["printed"]
 
 
 def test_a_pipeline_goes_on_as_it_was(runs: RunsOfRanks) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from thinwire.compare.verify import raced, with_fastest
+from thinwire.compare.verify import check_outside, raced, with_fastest
 from thinwire.errors import ConfigError, Problems
 from thinwire.planner.plan_options import TuneConfig, read_tune_line
 
@@ -28,6 +28,7 @@ def run_tune(args: Sequence[str]) -> int:
             f"--trials {config.trials} and --verify {config.verify}: a race has at least one way, and all together as "
             f"many; nearest: --trials {max(race, config.trials)} --verify {race}"
         )
+    problems.note(check_outside, "thinwire tune")
     write_plan(config, tuned(config, made_plan(config, problems)))
     return 0
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.errors import Problems, ThinwireError
+from thinwire.errors import ConfigError, Problems, ThinwireError
 from thinwire.planner.plan_options import PlanConfig, read_plan_line
 
 if TYPE_CHECKING:
@@ -38,11 +39,23 @@ def run_plan(args: Sequence[str]) -> int:
     # Nobody who asks for --help waits for torch.
     from thinwire.planner.written import made_plan, write_plan
 
+    if config.verify:
+        problems.note(check_outside, "thinwire plan --verify")
     found = made_plan(config, problems)
     if config.verify:
         found = verified(config, found)
     write_plan(config, found)
     return 0
+
+
+def check_outside(command: str) -> None:
+    """Raise ConfigError for a command that makes labs of its own, but was started as one of several ranks."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks > 1:
+        raise ConfigError(
+            f"{command} makes labs of its own, and is one of {num_ranks} ranks here; nearest: `thinwire lab ... -- "
+            "thinwire calibrate --out machine.json`, and then this command by itself"
+        )
 
 
 def verified(config: PlanConfig, found: TrainingPlan) -> TrainingPlan:
@@ -103,6 +116,7 @@ def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name:
 def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     """A candidate as a contestant of a race."""
     from thinwire.compare.contestants import PREFIX, Contestant
+    from thinwire.methods.pipeline.across import STAGES
 
     candidate = way.candidate
     options: dict[str, Any] = {"micro_batch": candidate.micro_batch}
@@ -111,6 +125,8 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     if candidate.stages > 1:
         options["stages"] = candidate.stages
         options |= {f"{PREFIX}{name}": value for name, value in candidate.options.items()}
+        # As it was planned; the ranks need not choose.
+        options[f"{PREFIX}across"] = STAGES
     stages = f"-{candidate.stages}-stages" if candidate.stages > 1 else ""
     return Contestant(f"{number}-{candidate.strategy}{stages}", candidate.strategy, options)
 

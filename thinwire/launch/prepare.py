@@ -32,6 +32,7 @@ from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import resident_method
+from thinwire.methods.pipeline.across import REPLICAS
 from thinwire.methods.pipeline.cut import SPREAD, layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline, check_stages
@@ -206,6 +207,8 @@ def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
         problems.messages.append(f"{what} is for presets such as demo, and not for {config.model}; nearest: {stated}")
     if config.tables.get(PIPELINE, {}).get("recover", NONE) != NONE:
         problems.messages.append(f"{what} with recover: a restarted process can't choose; nearest: {stated}")
+    if config.tables.get(PIPELINE, {}).get("across", AUTO) == REPLICAS:
+        problems.messages.append(f"{what} finds an order in which stages cross nodes: leave --pipeline.across out")
     if config.memory is not None or config.store is not None:
         problems.messages.append(
             f"{what} takes what fits into the machine: leave --memory and --store out; nearest: {stated}"

@@ -78,6 +78,13 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
         run, more = choose_stages(run, device, dtype)
         rows = [*rows, *more]
         keep_config(run, place)
+    if run.config.chooses_across:
+        # Few runs need it.
+        from thinwire.planner.chosen import choose_across
+
+        run, more = choose_across(run, device, dtype)
+        rows = [*rows, *more]
+        keep_config(run, place)
     if run.config.chooses_experts:
         # Few runs need it.
         from thinwire.planner.chosen import choose_experts

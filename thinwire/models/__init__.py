@@ -6,6 +6,7 @@ from thinwire.lazy import lazily
 
 if TYPE_CHECKING:
     from thinwire.models.build import PRESETS, build_model, build_skeleton
+    from thinwire.models.first import FirstWeights
     from thinwire.models.generation import generate, generate_tokens
     from thinwire.models.hf import HFCausalLM
     from thinwire.models.llama import Llama, LlamaConfig
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRESETS",
+    "FirstWeights",
     "HFCausalLM",
     "Llama",
     "LlamaConfig",
@@ -27,6 +29,7 @@ __getattr__ = lazily(
     __name__,
     {
         "build": ("PRESETS", "build_model", "build_skeleton"),
+        "first": ("FirstWeights",),
         "generation": ("generate", "generate_tokens"),
         "hf": ("HFCausalLM",),
         "llama": ("Llama", "LlamaConfig"),

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.models.kept import PACKED, keep_folder, read_packed
+from thinwire.models.kept import PACKED, is_pruned, keep_folder, read_packed
 from thinwire.models.llama import next_token_loss, with_gradient_of
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,80 @@ def skeleton_hf(
         model = fresh(transformers, config)
     keep_folder(model, Path(folder).expanduser())
     return HFCausalLM(model, longest(config) or seq_len)
+
+
+def hollow_hf(
+    folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool | str]
+) -> tuple[HFCausalLM | None, StoredWeights | None, str]:
+    """The model of `build_hf` with parameters on the device "meta", what reads them, and nothing; or why there is none.
+
+    Only a folder that holds all weights, each under its own name, gives them one by one. Raises the same ConfigErrors.
+    """
+    config = check_hf(folder, vocab_size, seq_len, overrides)
+    import transformers
+
+    path = Path(folder).expanduser()
+    if not look_into(path):
+        return None, None, "transformers draws the first weights of a model all at once"
+    if is_pruned(path):
+        return None, None, "its matrices are pruned"
+    with explained(folder), torch.random.fork_rng(), parameters_on_meta():
+        model = fresh(transformers, config)
+    kinds = {name: param.dtype for name, param in model.named_parameters()}
+    made = HFCausalLM(model.float().train(), longest(config) or seq_len)
+    stored = StoredWeights(path, kinds)
+    if stored.missing:
+        return None, None, f"{len(stored.missing)} weights have another name in its files: {stored.missing[0]}"
+    stored.fill_buffers(model)
+    return made, stored, ""
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """A context in which modules get parameters without memory. Buffers have their values: few files hold them."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class StoredWeights:
+    """The weights in a folder's safetensors files, read one by one when they are asked for.
+
+    missing: names of weights that no file has.
+    """
+
+    def __init__(self, folder: Path, kinds: Mapping[str, torch.dtype]) -> None:
+        """kinds: in which dtype the model has each weight, by its name in transformers; they are read as fp32."""
+        self._files: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                file: Any = safe_open(path, "pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"model hf:{folder}: its weights can't be loaded: {first_line(error)}") from error
+            self._files |= dict.fromkeys(file.keys(), file)
+        self._kinds = kinds
+        self.missing = [name for name in kinds if name not in self._files]
+
+    def __call__(self, name: str) -> Tensor:
+        """A weight by its name in HFCausalLM."""
+        own = name.removeprefix("model.")
+        return self._files[own].get_tensor(own).to(self._kinds[own]).float()
+
+    @torch.no_grad()
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Copy the buffers that lie in the files."""
+        for name, buffer in model.named_buffers():
+            if name in self._files:
+                buffer.copy_(self._files[name].get_tensor(name))
 
 
 def check_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool | str]) -> Any:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -261,24 +261,19 @@ class Llama(nn.Module):
         Drawn on the generator's device, so a CPU generator gives the same weights wherever the model lives. On "meta"
         nothing is drawn.
         """
-        params = dict(self.named_parameters())
         # Where there is no memory, nothing is drawn.
-        if any(param.is_meta for param in params.values()):
+        if any(param.is_meta for param in self.parameters()):
             return
-        for name, values in self.drawn(generator):
-            params[name].copy_(values)
-        for param in params.values():
-            if param.ndim == 1:
-                param.fill_(1.0)
-
-    def drawn(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-        """The first weights of each matrix, one after another; see `init_weights`."""
-        residual_std = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
         for name, param in self.named_parameters():
-            if param.ndim > 1:
-                to_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
-                draw = torch.randn(param.shape, generator=generator, device=generator.device)
-                yield name, draw.mul_(residual_std if to_residual else 0.02)
+            param.copy_(self.first(name, param.shape, generator))
+
+    def first(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        """The first values of a parameter of this shape; see `init_weights`. Only a matrix draws."""
+        if len(shape) < 2:
+            return torch.ones(shape)
+        to_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
+        std = 0.02 / math.sqrt(2 * self.config.num_hidden_layers) if to_residual else 0.02
+        return torch.randn(shape, generator=generator, device=generator.device).mul_(std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits [batch, seq, vocab] of int64 tokens [batch, seq]; the mean loss (fp32 scalar) if targets are given.

@@ -393,12 +393,10 @@ class MoELlama(Llama):
     def make_mlp(self) -> nn.Module:
         return MoE(self.config)
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
-        super().init_weights(generator)
-        for module in self.modules():
-            if isinstance(module, Router) and module.log_temperature is not None:
-                module.log_temperature.fill_(FIRST_LOG_TEMPERATURE)
+    def first(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        if name.endswith("log_temperature"):
+            return torch.full(shape, FIRST_LOG_TEMPERATURE)
+        return super().first(name, shape, generator)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         logits = super().forward(tokens, None, documents)

@@ -18,11 +18,12 @@ from thinwire.data import load_tokenizer
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.links import measured_links
+from thinwire.methods.pipeline.across import REPLICAS, STAGES
 from thinwire.models import Llama, build_model, build_skeleton
 from thinwire.models.moe import MoELlama
-from thinwire.options import EXPERTS, model_table
+from thinwire.options import EXPERTS, PIPELINE, model_table
 from thinwire.planner.experts import choose_experts as experts_on
-from thinwire.planner.explain import found_stages
+from thinwire.planner.explain import found_stages, step_of_stages
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.search import Search
@@ -68,6 +69,54 @@ def choose_stages(run: Run, device: Device, dtype: str | None) -> tuple[Run, lis
     made = Run.of(replace(config, **values))
     batch = derive(made.config, made.config.num_shares)
     return made, [*rows, batch_row(made.config, batch, made.config.num_shares), *pipeline_rows(made, batch)]
+
+
+def choose_across(run: Run, device: Device, dtype: str | None) -> tuple[Run, list[Row]]:
+    """The run whose stages cross nodes, or whose replicas do, by the fewer predicted seconds; and a row about it.
+
+    dtype: the compute type, if this rank knows it. A collective over the default group. Unchanged where no node has
+    several ranks, or all of them are on one.
+    """
+    config = run.config
+    comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
+    topology = comm.topology
+    comm.close()
+    if 1 in (topology.num_nodes, topology.local_size):
+        return run, []
+    if config.model.startswith("hf:"):
+        why = "models of transformers have no predicted seconds; nearest: state --pipeline.across"
+        return crossing(run, STAGES), [(f"across {AUTO}", STAGES, why)]
+    if dist.get_rank() == 0:
+        print("--pipeline.across auto: measuring the ranks and their links ...", flush=True)
+    tokenizer, table = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "", {})
+    model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
+    assert isinstance(model, Llama)
+    grid, _ = measured(config, model, device, told_by_first(dtype, "its dtype") or "fp32")
+    found: dict[str, float] = {}
+    if dist.get_rank() == 0:
+        found = {across: predicted_s(crossing(run, across), grid) for across in (STAGES, REPLICAS)}
+    found = told_by_first(found, "what crosses nodes")
+    across = min(found, key=lambda each: found[each])
+    shown = ", ".join(f"{seconds_text(seconds)} a step with {name}" for name, seconds in found.items())
+    return crossing(run, across), [(f"across {AUTO}", f"{across} cross nodes", f"predicted: {shown}")]
+
+
+def crossing(run: Run, across: str) -> Run:
+    """The run with this option."""
+    stated = run.config.tables.get(PIPELINE, {})
+    return Run.of(replace(run.config, tables={**run.config.tables, PIPELINE: {**stated, "across": across}}))
+
+
+def predicted_s(run: Run, grid: Grid) -> float:
+    """Seconds of a step on machines like these, simulated, with the replicas' messages, none of which are hidden."""
+    config, shape = run.config, run.config.mesh_shape
+    batch = derive(config, config.num_shares)
+    asked = ExplainConfig(
+        strategy=config.strategy, nodes=grid.nodes, local_size=grid.local_size, model=config.model,
+        tokenizer=config.tokenizer, mesh=str(shape), seq_len=config.seq_len, loss=config.loss,
+        micro_batches=batch.accumulation, micro_batch=batch.micro_batch, tables=config.tables,
+    )  # fmt: skip
+    return step_of_stages(asked, run.strategy, grid)
 
 
 def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> tuple[Grid, float]:

@@ -19,6 +19,7 @@ from thinwire.data import load_tokenizer
 from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
 from thinwire.flags import flag
+from thinwire.hosts.ranks import along
 from thinwire.hosts.sums import looking_across
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
@@ -26,6 +27,7 @@ from thinwire.losses import loss_in_effect
 from thinwire.methods.experts import averages_apart
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.outer.base import IslandsMethod
+from thinwire.methods.pipeline.across import ranks_across
 from thinwire.methods.pipeline.cut import SPREAD
 from thinwire.methods.pipeline.inside import check_inside, check_spread, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
@@ -41,7 +43,7 @@ from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidat
 from thinwire.planner.experts import capacity_notes, choose_experts, expert_notes, expert_plan, with_splits
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import Resident, where_all_lies
-from thinwire.planner.search import Search, search
+from thinwire.planner.search import Search, exchange_s, search
 from thinwire.planner.stages import Grid, Stages, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
@@ -263,6 +265,16 @@ def plan_of(strategy: Method, laid: LaidOut) -> tuple[MethodPlan, int | None]:
     return of_stage[fullest], fullest
 
 
+def step_of_stages(config: ExplainConfig, strategy: Method, grid: Grid) -> float:
+    """Seconds of a step of a pipeline, with the replicas' messages after it. Raises ConfigError."""
+    shape, model = mesh_of(config), check_can_cut(model_of(config))
+    if shape.tensor > 1:
+        cut_skeleton(model, shape.tensor)
+    stages, _ = cut_into_stages(model, config, shape, grid)
+    plans = [plan_on(strategy, stages.parts[stage], model, config, shape) for stage in stages.heaviest]
+    return stages.step_s + max(exchange_s(plan, grid) for plan in plans)
+
+
 def found_experts(
     config: ExplainConfig, names: Sequence[str], rate: float | None, local_rate: float | None
 ) -> tuple[ExplainConfig, list[Row]]:
@@ -465,9 +477,8 @@ def plan_on(
         return plan if is_adamw else by_optimizer(plan, strategy, model, config.optimizer, grid)
     if isinstance(strategy, IslandsMethod):
         return strategy.plan_around(model, whole, grid, config.passes, shape.tensor)
-    # Ranks of a stage are neighbours; those of a tensor axis lie between its replicas.
-    on_node = min(max(1, grid.local_size // shape.tensor), num_replicas)
-    on_node = on_node if num_replicas % on_node == 0 and grid.local_size % shape.tensor == 0 else 1
+    across = config.tables.get(PIPELINE, {}).get("across", AUTO)
+    on_node = along(grid, ranks_across(across, grid.world_size, shape.pipeline, shape.tensor)[0, :, 0].tolist())
     plan = strategy.plan(model, Topology(num_replicas // on_node, on_node), config.passes)
     num_told = max(2, num_replicas) - 1
     word = strategy.plan(whole, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told

@@ -18,6 +18,7 @@ from thinwire.cost.simulate import COMMUNICATION, TRAINING
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.options import FP32
 from thinwire.methods.pipeline import Costs
+from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama
@@ -65,7 +66,7 @@ class PlacedMachine(Grid):
         fabric = self.machine.fabric
         return max(self.pipelines(stages), key=lambda ranks: trip_s(ranks, fabric, 1e6, 1e6))
 
-    def links(self, stages: int) -> Network:
+    def links(self, stages: int, across: str = ACROSS_STAGES, tensor: int = 1) -> Network:
         ranks = self.slowest(stages)
         part = self.machine.part(ranks).fabric
         all_nodes = self.machine.network.nodes

@@ -13,6 +13,7 @@ from thinwire.cost import Cores, Network
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import MethodPlan
 from thinwire.methods.pipeline import Costs, PipelineTimeline, in_flight, simulate
+from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES, ranks_across
 from thinwire.methods.pipeline.balance import balanced
 from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
 from thinwire.methods.pipeline.options import Pipeline, check_stages
@@ -46,18 +47,20 @@ class Grid:
     def num_ranks(self) -> int:
         return self.nodes * self.local_size
 
-    def links(self, stages: int) -> Network:
-        """The network between the ranks of one pipeline, while all pipelines send.
-
-        Replicas of a stage are neighbours.
-        """
-        replicas = self.num_ranks // stages
-        nodes = tuple(stage * replicas // self.local_size for stage in range(stages))
-        # Replicas of a stage that lie on one node share its link.
-        share = (self.rate or float("inf")) / min(self.local_size, replicas)
+    def links(self, stages: int, across: str = ACROSS_STAGES, tensor: int = 1) -> Network:
+        """The network between the ranks of one pipeline, while all pipelines send. across: see Pipeline."""
+        ranks = ranks_across(across, self.num_ranks, stages, tensor)
+        nodes = tuple(rank // self.local_size for rank in ranks[:, 0, 0].tolist())
+        # Pipelines that lie on one node share its link.
+        share = (self.rate or float("inf")) / self.pipelines_on_node(stages, across, tensor)
         local = self.local_rate or float("inf")
         rates = tuple(tuple(local if a == b else share for b in nodes) for a in nodes)
         return Network(nodes, rates, ((0.0,) * stages,) * stages)
+
+    def pipelines_on_node(self, stages: int, across: str, tensor: int) -> int:
+        """How many ranks of the first stage lie on one node."""
+        first = ranks_across(across, self.num_ranks, stages, tensor)[0].flatten() // self.local_size
+        return int((first == 0).sum())
 
     def sum_s(self, num_bytes: float, tensor: int) -> float:
         """Seconds of a sum over the ranks of a tensor axis, which are neighbours on one node, along a ring."""
@@ -82,6 +85,7 @@ class Stages:
         timeline: of forwards, backwards and borders.
         held: for each stage, the most micro-batches of a chunk whose activations it keeps at once.
         tied_bytes: of a weight that the first and the last stage share.
+        tensor: ranks over which matrices are cut.
     """
 
     options: Pipeline
@@ -92,6 +96,7 @@ class Stages:
     num_micro_batches: int
     more_s: float
     tied_bytes: int
+    tensor: int = 1
 
     @property
     def step_s(self) -> float:
@@ -119,12 +124,13 @@ class Stages:
 
     def crossing_bytes(self, grid: Grid) -> float:
         """The most bytes that one node's ranks together send to stages on other nodes in a step."""
-        nodes = grid.links(len(self.parts)).nodes
+        stages, across = len(self.parts), self.options.across
+        nodes = grid.links(stages, across, self.tensor).nodes
         sent = dict.fromkeys(nodes, 0.0)
         for (source, target), num_bytes in self.link_bytes.items():
             if nodes[source] != nodes[target]:
                 sent[nodes[source]] += num_bytes
-        return min(grid.local_size, grid.num_ranks // len(self.parts)) * max(sent.values())
+        return grid.pipelines_on_node(stages, across, self.tensor) * max(sent.values())
 
     def memory_bytes(self, stage: int, plan: MethodPlan) -> float:
         """Bytes that one rank of a stage holds: by its method's plan, plus activations."""
@@ -152,7 +158,7 @@ def stages_of(
     even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss, tensor)
     sum_s = grid.sum_s(4.0 * batch * seq_len * model.config.hidden_size, tensor)
     costs = grid.costs(with_sums(even, sizes, sum_s), options, stages)
-    links, cores = grid.links(stages), grid.cores(stages)
+    links, cores = grid.links(stages, options.across, tensor), grid.cores(stages)
     num = min(num_micro_batches, LONGEST)
     plan = options.plan_of(stages, num, costs, links)
     timeline = simulate(plan, costs, links, cores)
@@ -164,7 +170,8 @@ def stages_of(
     head, embedding, home = model.lm_head.weight, model.model.embed_tokens.weight, options.home(stages)
     is_sent = head is embedding and home[-1] != home[0] and options.head != SPREAD
     tied_bytes = -(-head.nbytes // tensor) if is_sent else 0
-    return Stages(options, tuple(parts), sizes, timeline, in_flight(plan), num_micro_batches, more_s, tied_bytes)
+    held = in_flight(plan)
+    return Stages(options, tuple(parts), sizes, timeline, held, num_micro_batches, more_s, tied_bytes, tensor)
 
 
 def with_sums(costs: Costs, sizes: Sequence[int], sum_s: float) -> Costs:

@@ -11,6 +11,7 @@ from rich.console import Console
 from thinwire.cost import Machine
 from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.methods.pipeline.across import STAGES
 from thinwire.models import build_skeleton
 from thinwire.options import CHOSEN_FROM, PIPELINE, model_table
 from thinwire.planner.plan import TrainingPlan, plan
@@ -44,6 +45,8 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
         problems.messages.append(f"--verify {config.verify}: must be at least 0; nearest: 0")
     if config.verify and config.trace is not None:
         problems.messages.append("--trace and --verify: the way that is written may be another; leave one of both out")
+    if config.tables.get(PIPELINE, {}).get("across", STAGES) not in (STAGES, "auto"):
+        problems.messages.append("--pipeline.across: a plan finds an order in which stages cross nodes; leave it out")
     if not out.absolute().parent.is_dir():
         problems.messages.append(f"--out {config.out}: its folder does not exist")
     with problems.collect():

@@ -217,6 +217,14 @@ class TrainConfig:
         return isinstance(self.stages, str)
 
     @property
+    def chooses_across(self) -> bool:
+        """Whether the ranks choose, after they have met, which dimension crosses nodes."""
+        stated = self.tables.get("pipeline", {})
+        has_both = min(self.mesh_shape.pipeline, self.mesh_shape.sizes["data"]) > 1
+        is_free = stated.get("across", AUTO) == AUTO and stated.get("recover", "none") == "none"
+        return has_both and is_free and not (self.order or self.plan) and "island" not in self.mesh_shape.sizes
+
+    @property
     def is_planned_late(self) -> bool:
         """Whether the ranks choose the strategy after they have met."""
         return self.strategy == AUTO

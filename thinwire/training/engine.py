@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,17 +22,20 @@ from thinwire.compose import parallelize
 from thinwire.data import BatchLoader, Tokenizer, documents_of, heldout_batches, load_tokenizer
 from thinwire.data.loader import IGNORED
 from thinwire.device import Device
-from thinwire.hosts.offload.hollow import hollow
+from thinwire.hosts.offload.hollow import any_values, hollow
 from thinwire.hosts.pipeline.stage import LastLogits
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import cut_loss, head_of
 from thinwire.methods.memory import Residency
 from thinwire.methods.outer.base import connect
+from thinwire.methods.pipeline.across import ranks_across
 from thinwire.models import build_model, generate
 from thinwire.models.build import build_skeleton
 from thinwire.models.capacity import RowLoad
 from thinwire.models.distil import Distillation
+from thinwire.models.first import FirstWeights
+from thinwire.models.hf import hollow_hf
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MoELlama
 from thinwire.models.tensor import cut_over
@@ -78,27 +81,29 @@ class Engine:
         shape = config.mesh_shape
         # Ranks of the tensor axis, of a sequence and of a pipeline see the same data.
         self.num_shares = place.num_ranks // shape.shared
-        # Stages are the outermost axis of an island, tensor and sequence the innermost.
+        mesh = mesh_of(shape, device, run.pipeline.across if run.pipeline else "")
+        # Tensor and sequence are the innermost axes of an island.
         num_replicas = place.world_size // shape.shared
-        self.replica = place.rank // (shape.tensor * shape.sequence) % num_replicas, num_replicas
+        replica = place.rank // (shape.tensor * shape.sequence) % num_replicas
+        self.replica = mesh.get_local_rank("data") if shape.pipeline > 1 else replica, num_replicas
         self.share = place.island.number * num_replicas + self.replica[0]
         self.batch = derive(config, self.num_shares)
         fields = config.tables.get(model_table(config.model) or "")
-        model, residency, initial = built(run, corpus.tokenizer.vocab_size, fields)
-        self.model = device.place(model)
+        made = built(run, corpus.tokenizer.vocab_size, fields, device)
+        self.model, self.why_whole = device.place(made.model), made.why_whole
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         self.frozen, self.buffers = untrained(self.model)
         head: nn.Linear | None = None
         if config.loss == "cut":
-            # A model whose weights are still to come has no forward to find it by.
-            head = self.model.lm_head if isinstance(self.model, Llama) else head_of(self.model)
+            # A model whose weights are to come from a disk has no forward to find it by.
+            with any_values(self.model):
+                head = self.model.lm_head if isinstance(self.model, Llama) else head_of(self.model)
         if head is not None and shape.pipeline == 1:
             cut_loss(self.model, head)
         self.distillation = None
         if config.teacher is not None:
             teacher = device.place(build_model(config.teacher, corpus.tokenizer.vocab_size, config.seq_len))
             self.distillation = Distillation(self.model, teacher, config.teacher_weight)
-        mesh = mesh_of(shape, device)
         if shape.tensor > 1:
             cut_over(self.model, mesh["tensor"])
         if config.compile:
@@ -110,11 +115,11 @@ class Engine:
             run.strategy, partial(meet_others, config, place), lambda: common_options(config, corpus.digest)
         )
         # Compiled code does not wait for weights that are still on their way.
-        layouts = run.pipeline, run.sequence, run.experts, residency
+        layouts = run.pipeline, run.sequence, run.experts, made.residency
         methods = [*(each for each in layouts if each is not None), strategy]
         self.stage = parallelize(
             self.model, optimizer, mesh, methods, local_size=config.local_size, seed=config.seed,
-            timeout_s=config.timeout, checked=config.checked, overlap=not config.compile, initial=initial,
+            timeout_s=config.timeout, checked=config.checked, overlap=not config.compile, initial=made.initial,
             announce=False,
         )  # fmt: skip
         if head is not None and self.stage.pipeline is not None:
@@ -281,43 +286,57 @@ class Engine:
         self.optimizer.close()
 
 
-def built(
-    run: Run, vocab_size: int, fields: Mapping[str, Any] | None
-) -> tuple[nn.Module, Residency | None, Callable[[str], Tensor] | None]:
-    """The model; which parts lie on a disk.
+class Built(NamedTuple):
+    """A model; which parts lie on a disk.
 
-    And, if it is too large to be made whole, a function for its first weights.
+    initial: gives the first values of parameters without memory, by name; None: the model is whole.
+    why_whole: why a model that will be cut is built whole on every rank, if it is.
     """
+
+    model: nn.Module
+    residency: Residency | None
+    initial: Callable[[str], Tensor] | None = None
+    why_whole: str = ""
+
+
+def built(run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: Device) -> Built:
+    """The model of a run; of one that lies on a disk or is cut into stages only shapes, and its first weights."""
     config, residency = run.config, run.residency
     size = config.model, vocab_size, config.seq_len
     if residency is not None and not config.model.startswith("hf:"):
         skeleton = build_skeleton(*size, fields)
         residency, _ = resolved(run, skeleton)
         if residency.weights == "disk" and type(skeleton) is Llama:
-            return hollow(skeleton), residency, Drawn(skeleton, config.seed)
-    return build_model(*size, config.seed, fields), residency, None
+            return Built(hollow(skeleton), residency, FirstWeights(skeleton, config.seed))
+    why = ""
+    if config.mesh_shape.pipeline > 1:
+        shapes, initial, why = unfilled(run, vocab_size, fields)
+        if shapes is not None:
+            return Built(hollow(shapes, device.torch), residency, initial)
+    return Built(build_model(*size, config.seed, fields), residency, why_whole=why)
 
 
-class Drawn:
-    """The first weights of a model by name. Matrices that were drawn too early are kept until they are asked for."""
-
-    def __init__(self, model: Llama, seed: int) -> None:
-        self._coming, self._early = model.drawn(torch.Generator().manual_seed(seed)), dict[str, Tensor]()
-        self._vectors = {name: param.shape for name, param in model.named_parameters() if param.ndim == 1}
-
-    def __call__(self, name: str) -> Tensor:
-        if name in self._vectors:
-            return torch.ones(self._vectors[name])
-        while name not in self._early:
-            drawn, values = next(self._coming)
-            self._early[drawn] = values
-        return self._early.pop(name)
+def unfilled(
+    run: Run, vocab_size: int, fields: Mapping[str, Any] | None
+) -> tuple[nn.Module | None, Callable[[str], Tensor] | None, str]:
+    """A model without memory for its parameters and what gives them, for stages; or why it must be built whole."""
+    config = run.config
+    if config.mesh_shape.tensor > 1:
+        return None, None, "the tensor axis cuts matrices before stages are cut"
+    if config.model.startswith("hf:"):
+        return hollow_hf(config.model.removeprefix("hf:"), vocab_size, config.seq_len, fields or {})
+    skeleton = build_skeleton(config.model, vocab_size, config.seq_len, fields)
+    assert isinstance(skeleton, Llama)
+    return skeleton, FirstWeights(skeleton, config.seed), ""
 
 
-def mesh_of(shape: MeshShape, device: Device) -> DeviceMesh:
-    """The mesh of this process group, or of its island: only the data axis if nothing is cut."""
+def mesh_of(shape: MeshShape, device: Device, across: str) -> DeviceMesh:
+    """The mesh of this process group, or of its island: only the data axis if nothing is cut. across: see Pipeline."""
     inside = {name: size for name, size in shape.sizes.items() if name != "island"}
     sizes = inside if shape.shared * shape.expert > 1 else {"data": dist.get_world_size()}
+    if shape.pipeline > 1:
+        ranks = ranks_across(across, dist.get_world_size(), shape.pipeline, shape.tensor).view(*sizes.values())
+        return DeviceMesh(device.kind, ranks, mesh_dim_names=tuple(sizes))
     return init_device_mesh(device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -81,7 +81,8 @@ def gradients(name: str) -> Any:
     return of_stages(model(torch.float64), num, options)
 
 
-def of_stages(whole: Any, num: int, options: dict[str, Any]) -> Any:
+def of_stages(whole: Any, num: int, options: dict[str, Any], *, shares: bool = True) -> Any:
+    """Of one step; shares: whether tensor ranks share what crosses a border, or each sends all of it."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pipeline", "data", "tensor"))
     cut_over(whole, mesh["tensor"])
     optimizer = adamw(whole)
@@ -90,18 +91,22 @@ def of_stages(whole: Any, num: int, options: dict[str, Any]) -> Any:
     axis = Axis(mesh["data"], flattened(mesh), tensor, part.num_names)
     members = open_ranks(axis, local_size=1, timeout_s=300, checked=False)
     alone = Alone(whole, optimizer, members, dict(whole.named_parameters()), 0, [])
-    own = PipelineStage(part, mesh["pipeline"], alone, seed=0, timeout_s=300, checked=False, tensor=tensor)
+    shared = tensor if shares else None
+    own = PipelineStage(part, mesh["pipeline"], alone, seed=0, timeout_s=300, checked=False, tensor=shared)
     stage = thinwire.PipelinedStage(whole, alone, [], own, tensor)
     stage.forward_backward(batches(0, num))
+    sent = sum(own.mailbox.meter.snapshot().sent_by(f"pipeline_{way}") for way in ("forward", "backward"))
     found = {key: param.grad.clone() for key, param in whole.named_parameters() if param.grad is not None}
     norm, loss = float(stage.reduce()), stage.optimizer.mean_loss
     logits = whole(batches(1, 1)[0][0])
     stage.close()
-    return found, norm, loss, logits, part.made.sizes
+    return found, norm, loss, logits, part.made.sizes, sent
 
 
 def all_gradients(rank: int, world_size: int) -> Any:
     found = {name: gradients(name) for name in GRADIENTS}
+    for shares in (False, True):
+        found[f"shares {shares}"] = of_stages(model(torch.float64), 4, {"plan": "1f1b"}, shares=shares)
     return found | {"dropped": [dropped(recompute) for recompute in ("never", "always")]}
 
 
@@ -129,7 +134,7 @@ def test_gradients_are_those_of_one_process(name: str, of_four: list[dict[str, A
     with torch.no_grad():
         logits = whole(batches(1, 1)[0][0])
     norm = float(nn.utils.get_total_norm(list(expected.values())))
-    for _, norm_here, loss_here, logits_here, sizes in told:
+    for _, norm_here, loss_here, logits_here, sizes, _ in told:
         assert norm_here == pytest.approx(norm, rel=1e-12) and norm_here == told[0][1]
         assert loss_here == pytest.approx(loss.item(), rel=1e-6)
         assert (logits_here - logits).abs().max() <= 1e-12
@@ -150,6 +155,14 @@ def test_dropout_is_alike_where_tensors_are_whole_and_each_rank_s_own_where_they
             assert not any(one == other for one, other in zip(inside, inside_there, strict=True))
         for key in first:
             assert key.removesuffix(".weight") in CUTS or torch.equal(first[key], second[key]), key
+
+
+def test_a_shared_border_carries_half_of_the_bytes_and_the_same_bits(of_four: list[dict[str, Any]]) -> None:
+    for plain, shared in ((rank["shares False"], rank["shares True"]) for rank in of_four):
+        assert plain[1:3] == shared[1:3] and torch.equal(plain[3], shared[3])
+        assert all(torch.equal(plain[0][key], shared[0][key]) for key in plain[0])
+        # 4 micro-batches of 4 sequences of 8 tokens, 64 features of 8 bytes; a tied weight of 64 x 64.
+        assert plain[5] == 2 * shared[5] == 4 * 4 * 8 * 64 * 8 + 64 * 64 * 8
 
 
 def adamw_with_eps(whole: nn.Module) -> torch.optim.Optimizer:

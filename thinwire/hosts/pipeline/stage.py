@@ -18,6 +18,7 @@ from thinwire.collectives import Mailbox
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
+from thinwire.hosts.offload.hollow import any_values, is_hollow
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.hosts.pipeline.measured import measured
 from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, packed, recovered
@@ -40,6 +41,7 @@ from thinwire.table import Row
 MEASURED_STEP = 2
 MicroBatch = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Tensor]
+Initial = Callable[[str], Tensor] | None
 
 
 def models_own(module: Any, batch: Any) -> Tensor:
@@ -102,15 +104,18 @@ class StagePart:
         return None if self.vocabulary is None else self.vocabulary.rows
 
 
-def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipeline, mesh: DeviceMesh) -> StagePart:
+def take_part(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipeline, mesh: DeviceMesh, initial: Initial = None
+) -> StagePart:
     """Leave in model and optimizer only the parameters that this rank's stage trains.
 
-    Names stay those of the whole model. Raises ConfigError, before anything is changed, for a model that can't be cut
-    this way.
+    Names stay those of the whole model. initial: gives the first values of parameters without memory, by name; those of
+    other stages never get any. Raises ConfigError, before anything is changed, for a model that can't be cut this way.
     """
     stages, rank = mesh.size(), mesh.get_local_rank()
     apart = options.recover == SWAP
-    made = cut(model, options.num_chunks(stages), options.layers, options.head, apart=apart)
+    with any_values(model):
+        made = cut(model, options.num_chunks(stages), options.layers, options.head, apart=apart)
     made = replace(made, home=options.home(stages))
     options.crossing(0).check(made.features)
     own = [chunk for chunk, home in enumerate(made.home) if home == rank]
@@ -120,6 +125,10 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
     tied = made.tied(made.home, rank)
     check_ties(made)
     holdings = Holdings.of(made)
+    if initial is not None:
+        parts = [*(part.chunk for part in chunks.values()), *map(model.get_submodule, made.spread_names)]
+        ends = holdings.kept_by(rank) if options.recover != NONE else []
+        fill(model, parts, {name for other in ends for name in holdings.ends[other]}, initial)
     copies = first_copies(holdings, model, rank) if options.recover != NONE else {}
     vocabulary: SpreadVocabulary | None = None
     if made.vocabulary is not None:
@@ -135,6 +144,16 @@ def take_part(model: nn.Module, optimizer: torch.optim.Optimizer, options: Pipel
         for param in dropped:
             optimizer.state.pop(param, None)
     return StagePart(options, made, chunks, tied, num_parameters, num_names, holdings, copies, vocabulary)
+
+
+def fill(
+    model: nn.Module, parts: Sequence[nn.Module], others: Collection[str], initial: Callable[[str], Tensor]
+) -> None:
+    """Give parameters without memory their first values: those of `parts` of a model, and the `others` by name."""
+    own = {id(param) for part in parts for param in part.parameters()}
+    for name, param in model.named_parameters():
+        if (id(param) in own or name in others) and is_hollow(param):
+            param.data = initial(name).to(param.device, param.dtype)
 
 
 def check_ties(made: Cut) -> None:

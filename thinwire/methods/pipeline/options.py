@@ -10,6 +10,7 @@ from thinwire.codecs import Codec
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.options import check_types, codec_of
+from thinwire.methods.pipeline.across import REPLICAS, STAGES
 from thinwire.methods.pipeline.border import Crossing
 from thinwire.methods.pipeline.check import check, in_flight
 from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
@@ -71,6 +72,10 @@ class Pipeline:
     after, weighted by their gradients; swap: the same, but half of the micro-batches pass the first two and the last
     two stages in the other order, so that these can replace each other; uniform: the plain mean; copy: the layers
     before; random: new ones."""
+
+    across: Literal["auto", "stages", "replicas"] = "auto"
+    """Which dimension crosses nodes that have several ranks: stages, so that replicas of a stage are neighbours, or
+    replicas, so that the stages of a pipeline are; auto: in a run that with fewer predicted seconds, else stages."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -136,6 +141,10 @@ class Pipeline:
             problems.messages.append(
                 f"recover {SWAP!r} has paths of its own: no plan but {FITTED!r}, no skip, no delta, the head on the "
                 "last stage; nearest: recover 'average'"
+            )
+        if self.recover != NONE and self.across == REPLICAS:
+            problems.messages.append(
+                f"recover {self.recover!r} with across {REPLICAS!r}: not supported; nearest: across {STAGES!r}"
             )
         if self.recompute not in MODES:
             problems.messages.append(f"recompute {self.recompute!r} is unknown{nearest(self.recompute, MODES)}")

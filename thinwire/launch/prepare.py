@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from math import gcd
@@ -45,7 +46,7 @@ from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES, check_axes
 from thinwire.models.tensor import check_cut
 from thinwire.optim import WHOLE
-from thinwire.options import LAYOUT_TABLES, LLAMA, MOE, PIPELINE, check_unused, has_islands, model_table
+from thinwire.options import LAYOUT_TABLES, LLAMA, MOE, PIPELINE, RESIDENCY, check_unused, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
@@ -612,6 +613,9 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     # What the ranks choose later packs like the stand-in, or as borders do.
     warm((*run.codecs, *(Pipeline().codecs if config.is_planned_late else ())))
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
+    if run.residency is not None and run.residency.durable and not config.resume:
+        # The steps of a run of the same name are of no use to this one.
+        shutil.rmtree(run.residency.folder, ignore_errors=True)
     return run, start
 
 
@@ -683,11 +687,16 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     step = step_of(chosen)
     rows: list[Row] = [("a later checkpoint", "passed over", why) for why in later]
     rows += [("a later checkpoint", "passed over: it is damaged", problem) for problem in wrong]
+    is_durable = bool(config.tables.get(RESIDENCY, {}).get("durable"))
+    if is_durable:
+        why = "the last step that all ranks have on their disks, if it is later than the checkpoint"
+        rows.append(("--residency.durable", "goes on after the last step", why))
     if chosen is None:
-        return [*rows, ("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
+        rows.append(("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet"))
+        return rows[:-1] if is_durable else rows
     why = "all of its files have the right checksums"
     records = read_metrics(run_dir.metrics)
-    if records and records[-1].step > step:
+    if records and records[-1].step > step and not is_durable:
         why += f"; steps {step + 1} to {records[-1].step} are in no sound checkpoint, and are taken again"
     problems = Problems()
     if step > config.steps:

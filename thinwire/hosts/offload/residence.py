@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire.errors import ConfigError
+from thinwire.checkpoint import Snapshot
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hosts.offload.activations import recompute
+from thinwire.hosts.offload.journal import Journal
 from thinwire.hosts.offload.replicas import Replicas, is_large
 from thinwire.hosts.offload.room import MemoryRoom, give_pages_back
 from thinwire.hosts.offload.sampling import RowSampler
@@ -35,15 +39,17 @@ class Residence:
         replicas: the weights on the disk; None: all weights are in memory.
         num_layers: number of layers that are recomputed in backward.
         sampler: keeps a sample of activations; None: all are kept.
+        journal: makes every step durable; None: only checkpoints are.
     """
 
     def __init__(
         self, residency: Residency, units: Sequence[Unit], *, weights: bool, states: bool, num_layers: int,
-        sampler: RowSampler | None,
+        sampler: RowSampler | None, comm: Communicator,
     ) -> None:  # fmt: skip
         self.num_layers, self.sampler = num_layers, sampler
         self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
         self.room, self.holds_states, self._num_updates = MemoryRoom(residency.memory_bytes), states, 0
+        self.journal = Journal(residency.folder, comm) if residency.durable else None
         self.replicas: Replicas | None = None
         self._states: StatesOnDisk | None = None
         held = [layout for unit in units for layout in unit.layouts]
@@ -54,7 +60,7 @@ class Residence:
     @classmethod
     def of(
         cls, residency: Residency, model: nn.Module, *, inner: torch.optim.Optimizer, units: Sequence[Unit],
-        device: torch.device,
+        device: torch.device, comm: Communicator,
     ) -> Residence | None:  # fmt: skip
         """The disk that the options ask for; None if everything lies in memory.
 
@@ -72,7 +78,7 @@ class Residence:
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
         if not (weights or states or num_layers or sampler):
             return None
-        return cls(residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler)
+        return cls(residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler, comm=comm)
 
     def take(self, bucket: FlatBucket) -> None:
         """Register a new bucket."""
@@ -87,10 +93,20 @@ class Residence:
             return plain
         return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas)
 
-    def states(self, inner: torch.optim.Optimizer, weights: Weights) -> StatesOnDisk:
-        """The object that holds masters and the optimizer's state on the disk."""
-        self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace)
+    def states(self, inner: torch.optim.Optimizer, weights: Weights, layout: Mapping[str, Any]) -> StatesOnDisk:
+        """The object that holds masters and the optimizer's state on the disk. layout: see `layout_of`."""
+        self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace, self.journal, layout)
         return self._states
+
+    def commit(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
+        """Write a step of a durable run, of which the snapshot lacks masters and states. Raises ThinwireError."""
+        assert self.journal is not None and self._states is not None
+        with self.meter.waiting():
+            try:
+                snapshot.own |= self._states.keep()
+                self.journal.write(step, snapshot, about)
+            except OSError as error:
+                raise ThinwireError(f"store {self.journal.folder}: step {step} can't be kept: {error}") from error
 
     def after_update(self) -> None:
         """After the first steps have shown how much memory they need, keep in memory what fits: weights first.
@@ -125,6 +141,8 @@ class Residence:
                 f"{', '.join(map(self._told, shelf.kinds))}; {shelf.pool.num_bytes / 1e6:.1f} MB of memory for those "
                 "in passing",
             ))  # fmt: skip
+        if self.journal is not None:
+            rows.append(self.journal.row)
         if self.replicas is not None:
             replicas = self.replicas
             step_bytes += replicas.total_bytes

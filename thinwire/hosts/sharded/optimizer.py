@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
@@ -24,7 +25,7 @@ from thinwire.hosts.sharded.memory import Memory
 from thinwire.hosts.sharded.owned import States, StatesInMemory
 from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
-from thinwire.hosts.sharded.state import ShardedState
+from thinwire.hosts.sharded.state import ShardedState, layout_of
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.hosts.sums import JoinedSums, looking_across
 from thinwire.layout.buckets import BucketLayout, Unit, sent_by
@@ -127,7 +128,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             comes_and_goes = is_cut or self.weights_pass
             self._weights = residence.weights(self._weights, model)
             if not has_masters:
-                self.states = residence.states(inner, self._weights)
+                self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets))
         self._saved = ShardedState(method, self.states, self._weights, self.comm, self.buckets, self.memory.state)
         self._gradients = Gradients(self.units, self._weights, self._seeds, releases=self.weights_pass)
         if overlap or comes_and_goes:
@@ -135,6 +136,11 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._residence = residence
         if residence is not None and residence.sampler is not None:
             residence.sampler.seed = partial(self._seeds.activations, ranks.comm.rank)
+        if residence is not None and residence.journal is not None:
+            self.journal = residence.journal
+            if (found := self.journal.found) is not None:
+                self._saved.go_on(found)
+                self._go_on(found.common)
 
     def _join(self, inner: SummingOptimizer, states: StatesInMemory, across: ParamGroups) -> JoinedSums:
         held = {owned.slot.name: owned.master for owned in states.owned if owned.slot.name in across}
@@ -146,7 +152,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         for module in self.model.modules():
             own = [unit_of[id(param)] for param in module.parameters(recurse=False) if id(param) in unit_of]
             if own:
-                guard(module, partial(self._weights.bring, list(dict.fromkeys(own))))
+                wait = partial(self._weights.bring, list(dict.fromkeys(own)))
+                guard(module, wait, forward=not self._weights.reads_rows(module))
 
     @property
     def steps(self) -> int:
@@ -370,6 +377,17 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._weights.free()
         self._saved.restore(source)
         self._go_on(source.common)
+
+    def commit(
+        self, own: Mapping[str, Any], common: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None
+    ) -> None:
+        if self._residence is None or self.journal is None:
+            raise ConfigError("commit: no residency keeps steps; nearest: thinwire.Residency(store=..., durable=True)")
+        self._weights.settle()
+        snapshot = self._saved.without_states(self._numbers())
+        snapshot.own |= own
+        snapshot.common |= common or {}
+        self._residence.commit(self.steps, snapshot, about or {})
 
     def _numbers(self) -> dict[str, Any]:
         return {

@@ -40,7 +40,7 @@ def placed(
 
     With W bytes of weights on the disk, of which C stay in memory, and m micro-batches, a step reads (2 m + 1) (W - C),
     or (3 m + 1) (W - C) if layers are recomputed, and writes W, or nothing if all stay. States are read and written
-    except those that stay.
+    except those that stay. A durable step writes all of them, and the weights that belong to this rank's masters.
 
     residency: without "auto" for weights. kept: bytes that a forward keeps. model: only its shapes are used.
     """
@@ -68,9 +68,9 @@ def placed(
     else:
         whole = int(residency.state_share * plan.optimizer)
         staying = min(whole, left) if residency.optimizer == "auto" else 0
-        moved = whole - staying
-        disk = residency.disk_bytes(plan.optimizer)
-        yield MemoryPart("masters and optimizer state", min(passing + staying, plan.optimizer), disk, moved, moved)
+        written = whole + plan.optimizer // NUM_STATES if residency.durable else whole - staying
+        disk, held = residency.disk_bytes(plan.optimizer), min(passing + staying, plan.optimizer)
+        yield MemoryPart("masters and optimizer state", held, disk, whole - staying, written)
 
 
 def efficiency(tokens: int, disk_rate: float, flops: float) -> float:

@@ -163,10 +163,14 @@ class Engine:
         """Clip, and update the weights."""
         self.stage.update(self.config.grad_clip or math.inf)
 
+    def _autocast(self) -> torch.autocast:
+        # Copies of all weights would not fit where the weights don't.
+        return self.device.autocast(self.dtype, caches=not self.optimizer.weights_pass)
+
     def _loss_of(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The loss of one micro-batch; the forward's seconds are counted."""
         start = time.perf_counter()
-        with self.device.autocast(self.dtype):
+        with self._autocast():
             loss = module(*batch)
         self._forward_s += time.perf_counter() - start
         return loss
@@ -193,7 +197,7 @@ class Engine:
         A collective.
         """
         self.optimizer.synchronize()
-        with self._next_batches() as batches, self.device.autocast(self.dtype):
+        with self._next_batches() as batches, self._autocast():
             parts = [distillation.parts(*batch) for batch in batches]
         text, errors = (self.optimizer.all_mean(float(sum(part))) for part in zip(*parts, strict=True))
         # A student that is its teacher has nothing to learn from it yet.
@@ -210,7 +214,7 @@ class Engine:
             max_sequences=self.config.eval_sequences,
         ):  # fmt: skip
             tokens, targets = self.device.take(batch)
-            with self.device.autocast(self.dtype):
+            with self._autocast():
                 total += float(self.model(tokens, targets)) * len(tokens)
             num_sequences += len(tokens)
         self.model.train()
@@ -240,7 +244,7 @@ class Engine:
         """The prompt and the model's continuation. Call it on all ranks that share the first copy of the model."""
         generator = torch.Generator(self.device.torch).manual_seed(self.config.seed)
         (tokens,) = self.device.take([torch.tensor([prompt])])
-        with self.device.autocast(self.dtype):
+        with self._autocast():
             return generate(self.continuing, tokens, num_new, 0.8, generator)[0].tolist()
 
     def close(self) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import thinwire
-from tests.checkpoint.replicas import Net, Replica, atoms
+from tests.checkpoint.replicas import STRATEGIES, Net, Replica, atoms
 from tests.workers import run_workers
 from thinwire import Residency
+from thinwire.compose import apply
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload import replicas
 from thinwire.layout import buckets
@@ -157,6 +158,54 @@ def gone_on(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
     return told
 
 
+def across(
+    kind: str, rank: int, world_size: int, residency: Residency | None, seed: int = 0, name: str = "sdp4bit-loco"
+) -> Replica:
+    """A replica whose optimizer looks across matrices."""
+    model = Net(seed)
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    params = [param for _, param in named]
+    optimizer: torch.optim.Optimizer = {
+        "apollo": lambda: thinwire.Apollo(named, 3e-3, matrices="layers", rank=4, weight_decay=0.1),
+        "apollo-mini": lambda: thinwire.ApolloMini(named, 3e-3, matrices="layers|embed", period=2),
+        "mfac": lambda: thinwire.MFAC(params, 1e-3, window=3, weight_decay=0.1),
+    }[kind]()
+    options: Any = {"seed": 3, "timeout_s": 300, "checked": False, "overlap": True}
+    options |= {"residency": residency} if residency is not None else {}
+    wrapped, parallel = apply(STRATEGIES[name][0], model, optimizer, local_size=1, **options)
+    return Replica(model, wrapped, parallel, rank, world_size)
+
+
+def across_ways(folder: Path) -> dict[str, Residency | None]:
+    """Memory; everything on the disk; and what fits stays in memory after the first steps."""
+    store = str(folder / "across")
+    return {
+        "memory": None,
+        "disk": Residency(store=store, weights="disk"),
+        "stays": Residency(store=store, memory="100gb"),
+    }
+
+
+def looking_across(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
+    """Each optimizer and way: three steps, a checkpoint, two more steps; and two from what another way has saved."""
+    cut_small()
+    told: dict[Any, Any] = {}
+    origins = {"memory": "stays", "disk": "memory", "stays": "disk"}
+    for kind in ("apollo", "apollo-mini", "mfac"):
+        for way, residency in across_ways(folder).items():
+            replica = across(kind, rank, world_size, residency)
+            before = followed(replica, 0, STEPS)
+            replica.save(folder / kind / way, STEPS)
+            told[kind, way] = before, followed(replica, STEPS, 2)
+            replica.optimizer.close()
+        for way, residency in across_ways(folder).items():
+            replica = across(kind, rank, world_size, residency, seed=9)
+            source = replica.load(folder / kind / origins[way] / f"step-{STEPS:08d}")
+            told[kind, way, "again"] = source.is_same, followed(replica, STEPS, 2)
+            replica.optimizer.close()
+    return told
+
+
 def assert_same(one: Any, other: Any) -> None:
     assert one[0] == other[0]
     for key, weights in one[1].items():
@@ -215,6 +264,17 @@ def test_a_killed_run_goes_on_behind_the_last_step_that_all_have_kept(
                 assert_same(told[name, way], own[name, way][1])
                 assert_same(told[name, way, "anew"], own[name, way][0])
     assert not list((folder / "durable").glob("*/*"))
+
+
+def test_what_looks_across_matrices_passes_through_memory_bit_for_bit(tmp_path: Path) -> None:
+    for told in run_workers(looking_across, 2, tmp_path):
+        for kind in ("apollo", "apollo-mini", "mfac"):
+            for way in ("memory", "disk", "stays"):
+                for part in (0, 1):
+                    assert_same(told[kind, way][part], told[kind, "memory"][part])
+                is_same, again = told[kind, way, "again"]
+                assert is_same
+                assert_same(again, told[kind, "memory"][1])
 
 
 def test_another_world_takes_what_lay_on_a_disk(first: list[dict[Any, Any]], folder: Path) -> None:
@@ -340,12 +400,14 @@ def test_an_embedding_on_the_disk_is_that_of_memory_and_only_its_rows_are_read(t
 def refused(rank: int, world_size: int) -> list[str]:
     found = []
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}), ("adamw", {})
+        ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}), ("adamw", {}),
+        ("mfac", {"store": "/var/tmp", "durable": True}),
     ]  # fmt: skip
     for optimizer, options in cases:
         model = torch.nn.Linear(4, 4)
         params = list(model.parameters())
-        made = thinwire.Muon([{"params": params}]) if optimizer == "muon" else torch.optim.AdamW(params)
+        kinds: dict[str, Any] = {"muon": thinwire.Muon, "mfac": thinwire.MFAC, "adamw": torch.optim.AdamW}
+        made = kinds[optimizer](params)
         with pytest.raises(ConfigError) as error:
             thinwire.zero(model, made, thinwire.Zero(), residency=Residency(**options))
         found.append(str(error.value))
@@ -354,7 +416,9 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_can_not_lie_on_a_disk_is_refused() -> None:
     (found,) = run_workers(refused, 1)
-    for message, part in zip(found, ("nearest: adamw", "lies on tmpfs", "no store is stated"), strict=True):
+    for message, part in zip(
+        found, ("nearest: adamw or apollo", "lies on tmpfs", "no store is stated", "one slot each"), strict=True
+    ):
         assert part in message
 
 

@@ -32,7 +32,7 @@ from thinwire.layout.mesh import MeshShape, check_beside
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import resident_method
+from thinwire.methods.memory import check_across, resident_method
 from thinwire.methods.pipeline.cut import SPREAD, layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline, check_stages
@@ -45,7 +45,7 @@ from thinwire.models.kept import is_pruned
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES, check_axes
 from thinwire.models.tensor import check_cut
-from thinwire.optim import WHOLE
+from thinwire.optim import JOINT, NAMED, WHOLE
 from thinwire.options import LAYOUT_TABLES, LLAMA, MOE, PIPELINE, RESIDENCY, check_unused, has_islands, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
@@ -280,7 +280,9 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
     resident_method(run.strategy, axes)
     optimizer = name_of(run.config.optimizer or "")
-    if optimizer in WHOLE and residency.optimizer != "memory":
+    if optimizer in (*NAMED, *JOINT) and residency.optimizer != "memory":
+        problems.note(check_across, residency, optimizer, streams=True)
+    elif optimizer in WHOLE and residency.optimizer != "memory":
         problems.messages.append(
             f"residency: {optimizer} looks across matrices, and from a disk it gets pieces; nearest: adamw"
         )

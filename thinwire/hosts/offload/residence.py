@@ -13,6 +13,7 @@ from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hosts.offload.activations import recompute
 from thinwire.hosts.offload.journal import Journal
+from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.hosts.offload.replicas import Replicas, is_large
 from thinwire.hosts.offload.room import MemoryRoom, give_pages_back
 from thinwire.hosts.offload.sampling import RowSampler
@@ -21,9 +22,9 @@ from thinwire.hosts.offload.weights import WeightsOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
-from thinwire.methods.memory import Residency
+from thinwire.methods.memory import Residency, check_across
 from thinwire.methods.memory.placement import stays
-from thinwire.optim import SummingOptimizer
+from thinwire.optim import Part, SummingOptimizer
 from thinwire.table import Row
 from thinwire.tiers import Pace, TierMeter
 
@@ -52,6 +53,7 @@ class Residence:
         self.journal = Journal(residency.folder, comm) if residency.durable else None
         self.replicas: Replicas | None = None
         self._states: StatesOnDisk | None = None
+        self._pieces: PiecesOnDisk | None = None
         held = [layout for unit in units for layout in unit.layouts]
         if weights and any(map(is_large, held)):
             give_pages_back()
@@ -68,8 +70,7 @@ class Residence:
         """
         weights, states = residency.weights == "disk", residency.optimizer != "memory"
         if states and isinstance(inner, SummingOptimizer):
-            name = type(inner).__name__
-            raise ConfigError(f"residency: {name} looks across matrices, and a disk gives it pieces; nearest: adamw")
+            check_across(residency, type(inner).__name__, streams=inner.streams)
         cut = any(layout.levels.weights_over > 1 for unit in units for layout in unit.layouts)
         if weights and (cut or device.type != "cpu"):
             why = "are cut over ranks already" if cut else f"lie on {device}"
@@ -98,6 +99,11 @@ class Residence:
         self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace, self.journal, layout)
         return self._states
 
+    def pieces(self, inner: SummingOptimizer, weights: Weights, parts: Mapping[str, Part]) -> PiecesOnDisk:
+        """The same of an optimizer that looks across matrices. parts: what this rank has of them, by parameter."""
+        self._pieces = PiecesOnDisk(self.options, inner, weights, self.meter, self.pace, parts)
+        return self._pieces
+
     def commit(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
         """Write a step of a durable run, of which the snapshot lacks masters and states. Raises ThinwireError."""
         assert self.journal is not None and self._states is not None
@@ -125,6 +131,8 @@ class Residence:
         if self._states is not None and self.options.optimizer == "auto":
             shelf = self._states.shelf
             shelf.stay(left // shelf.pool.slot_bytes)
+        if self._pieces is not None and self.options.optimizer == "auto":
+            self._pieces.stay(left)
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why)."""
@@ -141,6 +149,10 @@ class Residence:
                 f"{', '.join(map(self._told, shelf.kinds))}; {shelf.pool.num_bytes / 1e6:.1f} MB of memory for those "
                 "in passing",
             ))  # fmt: skip
+        if self._pieces is not None:
+            step_bytes += self._pieces.num_bytes
+            where = f"{self._pieces.num_bytes / 1e6:.3f} MB on this rank's disk, {options.folder}"
+            rows.append(("masters and optimizer state", where, why or "one piece of a tensor is in memory at a time"))
         if self.journal is not None:
             rows.append(self.journal.row)
         if self.replicas is not None:
@@ -156,7 +168,7 @@ class Residence:
         if self.num_layers:
             rows.append(("activations", f"{self.num_layers} layers keep their inputs", "the rest is computed again"))
         files = list(self._states.shelf.files.values()) if self._states is not None else []
-        files += [self.replicas.file] if self.replicas is not None else []
+        files += [each.file for each in (self.replicas, self._pieces) if each is not None]
         if not all(file.is_direct for file in files):
             rows.append(("O_DIRECT", "no", "this file system refuses it: pages are dropped after each write"))
         done = self.meter.snapshot()
@@ -175,5 +187,7 @@ class Residence:
         """Free memory and disk space."""
         if self._states is not None:
             self._states.shelf.close()
+        if self._pieces is not None:
+            self._pieces.close()
         if self.replicas is not None:
             self.replicas.close()

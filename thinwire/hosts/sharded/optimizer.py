@@ -22,16 +22,18 @@ from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.gradients import Gradients
 from thinwire.hosts.sharded.guard import guard
 from thinwire.hosts.sharded.memory import Memory
-from thinwire.hosts.sharded.owned import States, StatesInMemory
+from thinwire.hosts.sharded.owned import Owned, States, StatesInMemory
 from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState, layout_of
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.hosts.sums import JoinedSums, looking_across
 from thinwire.layout.buckets import BucketLayout, Unit, sent_by
+from thinwire.methods.interface import Cuts
 from thinwire.methods.sharded import ShardedMethod, cut_by
-from thinwire.methods.sums import ParamGroups
+from thinwire.methods.sums import ParamGroups, parts_of
 from thinwire.optim import SummingOptimizer
+from thinwire.optim.sums import Bring
 from thinwire.state.agreement import StepStatus
 from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
@@ -109,7 +111,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         if has_masters:
             self.states = held = StatesInMemory(inner, self.units)
             if isinstance(inner, SummingOptimizer):
-                self._sums = self._join(inner, held, across)
+                self._sums = self._join(inner, held.owned, across)
         self.memory = Memory(method, self.buckets)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
         self._complete = False
@@ -127,7 +129,12 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             self.tiers, self.weights_pass = residence.meter, residence.replicas is not None
             comes_and_goes = is_cut or self.weights_pass
             self._weights = residence.weights(self._weights, model)
-            if not has_masters:
+            if not has_masters and isinstance(inner, SummingOptimizer):
+                cuts = [(comm.rank, own) for comm, own in self._cuts(across)]
+                parts = {name: part for rank, own in cuts for name, part in parts_of(own, rank, across).items()}
+                self.states = pieces = residence.pieces(inner, self._weights, parts)
+                self._sums = self._join(inner, pieces.owned, across, pieces.bring)
+            elif not has_masters:
                 self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets))
         self._saved = ShardedState(method, self.states, self._weights, self.comm, self.buckets, self.memory.state)
         self._gradients = Gradients(self.units, self._weights, self._seeds, releases=self.weights_pass)
@@ -142,10 +149,15 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
                 self._saved.go_on(found)
                 self._go_on(found.common)
 
-    def _join(self, inner: SummingOptimizer, states: StatesInMemory, across: ParamGroups) -> JoinedSums:
-        held = {owned.slot.name: owned.master for owned in states.owned if owned.slot.name in across}
-        cuts = [(c, cut_by((b.layout for b in self.buckets if b.comm is c), across)) for c in self._comms]
-        return JoinedSums.of(inner, held, cuts, across, self._seeds.updates)
+    def _cuts(self, across: ParamGroups) -> list[tuple[Communicator, Cuts]]:
+        """How each group of ranks cuts the parameters that are looked across."""
+        return [(c, cut_by((b.layout for b in self.buckets if b.comm is c), across)) for c in self._comms]
+
+    def _join(
+        self, inner: SummingOptimizer, owned: Sequence[Owned], across: ParamGroups, bring: Bring | None = None
+    ) -> JoinedSums:
+        held = {each.slot.name: each.master for each in owned if each.slot.name in across}
+        return JoinedSums.of(inner, held, self._cuts(across), across, self._seeds.updates, bring)
 
     def _guard_weights(self) -> None:
         unit_of = {id(slot.param): unit for unit in self.units for slot in unit.slots}

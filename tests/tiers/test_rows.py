@@ -21,7 +21,7 @@ def stored(folder: Path, values: torch.Tensor, place: int) -> RowStore:
     memory[place : place + len(octets)] = octets
     file = DiskFile(folder, len(memory), TierMeter(), Pace(None))
     file.write(0, memory)
-    store = RowStore(file, place, *values.shape, values.dtype)
+    store = RowStore(file, place, len(values), values.shape[1], values.dtype)
     store.note(values)
     return store
 

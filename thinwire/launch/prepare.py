@@ -281,7 +281,8 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     resident_method(run.strategy, axes)
     optimizer = name_of(run.config.optimizer or "")
     if optimizer in (*NAMED, *JOINT) and residency.optimizer != "memory":
-        problems.note(check_across, residency, optimizer, streams=True)
+        with problems.collect():
+            check_across(residency, optimizer, streams=True)
     elif optimizer in WHOLE and residency.optimizer != "memory":
         problems.messages.append(
             f"residency: {optimizer} looks across matrices, and from a disk it gets pieces; nearest: adamw"

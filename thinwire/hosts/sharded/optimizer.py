@@ -259,6 +259,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             if any(param.requires_grad for param in self._frozen):
                 raise RuntimeError("a parameter was frozen when zero() was called and is not now: call zero() again")
             self._gradients.finish()
+            self._release()
             self._grad_norm = self._agree()
             self._gradients.refuse_changed()
         return self._grad_norm
@@ -266,10 +267,16 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     def _update(self) -> None:
         self._weights.settle()
         self._weights.send(self.states.step(self._gradients.used))
-        if not self.overlap:
+        if not self.overlap or self.weights_pass:
             self._weights.wait_all()
+            self._release()
         if self._residence is not None:
             self._residence.after_update()
+
+    def _release(self) -> None:
+        """Between two phases of a step, free what packets were made in, if weights do not fit in memory either."""
+        for comm in self._comms if self.weights_pass else ():
+            comm.release()
 
     def _scale(self, factor: float) -> None:
         for bucket in self.buckets:

@@ -34,6 +34,7 @@ from thinwire.options import (
 )
 from thinwire.run.config import DEFAULTS, TrainConfig
 from thinwire.run.optimizer import read_optimizer
+from thinwire.run.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def residency_of(config: TrainConfig) -> Residency | None:
     if options.get("durable") and options["store"]:
         # Steps of several runs may lie in one folder.
         options["store"] = str(Path(options["store"]) / f"{run_dir.name}-{crc32(str(run_dir).encode()):08x}")
-    return made(Residency, {**options, "store": options["store"] or str(Path(config.run_dir) / "store")})
+    return made(Residency, {**options, "store": options["store"] or str(RunDir(config.run_dir).store)})
 
 
 def island_size(config: TrainConfig) -> int:

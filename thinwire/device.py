@@ -43,9 +43,12 @@ class Device:
         """Move tensors from the CPU to the device."""
         return tuple(batch)
 
-    def autocast(self, dtype: str) -> torch.autocast:
-        """The context of a forward pass that computes in "bf16", or leaves types alone in "fp32"."""
-        return torch.autocast(self.kind, torch.bfloat16, enabled=dtype == "bf16")
+    def autocast(self, dtype: str, *, caches: bool = True) -> torch.autocast:
+        """The context of a forward pass that computes in "bf16", or leaves types alone in "fp32".
+
+        caches: keep every weight's copy in bf16 until it ends.
+        """
+        return torch.autocast(self.kind, torch.bfloat16, enabled=dtype == "bf16", cache_enabled=caches)
 
     def synchronize(self) -> None:
         """Wait until all queued work is done."""

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import thinwire
-from tests.checkpoint.replicas import Replica, atoms
+from tests.checkpoint.replicas import STRATEGIES, Net, Replica, atoms
 from tests.workers import run_workers
 from thinwire import Residency
+from thinwire.compose import apply
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload import replicas
 from thinwire.layout import buckets
@@ -103,6 +104,108 @@ def first(folder: Path) -> list[dict[Any, Any]]:
     return run_workers(first_runs, 2, folder)
 
 
+def durable(folder: Path) -> dict[str, Residency]:
+    """Each with the way in `ways` whose bits it has."""
+    common: dict[str, Any] = {"durable": True, "sub_group": 1024}
+    return {
+        "memory": Residency(store=str(folder / "plain"), **common),
+        "weights": Residency(store=str(folder / "weights"), weights="disk", **common),
+        "int8, all": Residency(store=str(folder / "int8"), memory="100gb", states="int8/64", **common),
+    }
+
+
+def killed(rank: int, world_size: int, folder: Path) -> None:
+    """Every strategy and way: four steps, of which the second rank does not keep the last one."""
+    cut_small()
+    for name in NAMES:
+        for residency in durable(folder / "durable" / name).values():
+            replica = Replica.make(name, rank, world_size, 0, 1, residency)
+            for step in range(STEPS + 1):
+                replica.step(step)
+                if (rank, step) != (1, STEPS):
+                    replica.optimizer.commit({"number": step})
+            replica.optimizer.comm.close()
+
+
+def gone_on(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
+    """The steps behind the last one that all have kept; then again, behind a file that was damaged."""
+    cut_small()
+    told: dict[Any, Any] = {}
+    for name in NAMES:
+        for way, residency in durable(folder / "durable" / name).items():
+            replica = Replica.make(name, rank, world_size, 9, 1, residency)
+            journal = replica.optimizer.journal
+            assert journal is not None and journal.found is not None
+            assert isinstance(replica.model, Net)
+            replica.model.fixed.load_state_dict(Net(0).fixed.state_dict())
+            assert (replica.optimizer.steps, journal.found.own("number")) == (STEPS, STEPS - 1)
+            told[name, way] = followed(replica, STEPS, 2)
+            replica.optimizer.commit({"number": STEPS + 1})
+            replica.optimizer.close()
+            if rank == 1:
+                with (journal.folder / "master").open("r+b") as file:
+                    for slot in (0, 1):
+                        file.seek(slot * file.seek(0, 2) // 2)
+                        file.write(b"damaged")
+            replica = Replica.make(name, rank, world_size, 0, 1, residency)
+            journal = replica.optimizer.journal
+            assert journal is not None and (replica.optimizer.steps, journal.found) == (0, None)
+            assert journal.row[1] == "begins anew"
+            assert ("record 0 of master is not what was written" in journal.row[2]) == (rank == 1)
+            told[name, way, "anew"] = followed(replica, 0, STEPS)
+            replica.optimizer.close()
+            journal.delete()
+    return told
+
+
+def across(
+    kind: str, rank: int, world_size: int, residency: Residency | None, seed: int = 0, name: str = "sdp4bit-loco"
+) -> Replica:
+    """A replica whose optimizer looks across matrices."""
+    model = Net(seed)
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    params = [param for _, param in named]
+    optimizer: torch.optim.Optimizer = {
+        "apollo": lambda: thinwire.Apollo(named, 3e-3, matrices="layers", rank=4, weight_decay=0.1),
+        "apollo-mini": lambda: thinwire.ApolloMini(named, 3e-3, matrices="layers|embed", period=2),
+        "mfac": lambda: thinwire.MFAC(params, 1e-3, window=3, weight_decay=0.1),
+    }[kind]()
+    options: Any = {"seed": 3, "timeout_s": 300, "checked": False, "overlap": True}
+    options |= {"residency": residency} if residency is not None else {}
+    wrapped, parallel = apply(STRATEGIES[name][0], model, optimizer, local_size=1, **options)
+    return Replica(model, wrapped, parallel, rank, world_size)
+
+
+def across_ways(folder: Path) -> dict[str, Residency | None]:
+    """Memory; everything on the disk; and what fits stays in memory after the first steps."""
+    store = str(folder / "across")
+    return {
+        "memory": None,
+        "disk": Residency(store=store, weights="disk"),
+        "stays": Residency(store=store, memory="100gb"),
+    }
+
+
+def looking_across(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
+    """Each optimizer and way: three steps, a checkpoint, two more steps; and two from what another way has saved."""
+    cut_small()
+    told: dict[Any, Any] = {}
+    origins = {"memory": "stays", "disk": "memory", "stays": "disk"}
+    for kind in ("apollo", "apollo-mini", "mfac"):
+        for way, residency in across_ways(folder).items():
+            replica = across(kind, rank, world_size, residency)
+            before = followed(replica, 0, STEPS)
+            replica.save(folder / kind / way, STEPS)
+            told[kind, way] = before, followed(replica, STEPS, 2)
+            replica.optimizer.close()
+        for way, residency in across_ways(folder).items():
+            replica = across(kind, rank, world_size, residency, seed=9)
+            source = replica.load(folder / kind / origins[way] / f"step-{STEPS:08d}")
+            told[kind, way, "again"] = source.is_same, followed(replica, STEPS, 2)
+            replica.optimizer.close()
+    return told
+
+
 def assert_same(one: Any, other: Any) -> None:
     assert one[0] == other[0]
     for key, weights in one[1].items():
@@ -149,6 +252,29 @@ def test_a_restart_goes_on_bit_for_bit_with_disk_or_without(first: list[dict[Any
         for (name, before, _), (after, is_same) in told.items():
             assert is_same
             assert_same(after, own[name, before][1])
+
+
+def test_a_killed_run_goes_on_behind_the_last_step_that_all_have_kept(
+    first: list[dict[Any, Any]], folder: Path
+) -> None:
+    run_workers(killed, 2, folder)
+    for own, told in zip(first, run_workers(gone_on, 2, folder), strict=True):
+        for name in NAMES:
+            for way in durable(folder):
+                assert_same(told[name, way], own[name, way][1])
+                assert_same(told[name, way, "anew"], own[name, way][0])
+    assert not list((folder / "durable").glob("*/*"))
+
+
+def test_what_looks_across_matrices_passes_through_memory_bit_for_bit(tmp_path: Path) -> None:
+    for told in run_workers(looking_across, 2, tmp_path):
+        for kind in ("apollo", "apollo-mini", "mfac"):
+            for way in ("memory", "disk", "stays"):
+                for part in (0, 1):
+                    assert_same(told[kind, way][part], told[kind, "memory"][part])
+                is_same, again = told[kind, way, "again"]
+                assert is_same
+                assert_same(again, told[kind, "memory"][1])
 
 
 def test_another_world_takes_what_lay_on_a_disk(first: list[dict[Any, Any]], folder: Path) -> None:
@@ -222,15 +348,66 @@ def test_saved_views_and_edits_by_hand_are_those_of_memory(tmp_path: Path) -> No
             assert torch.equal(one, other)
 
 
+class Tables(torch.nn.Module):
+    """Three embeddings, of which two fit in memory, and a small layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = torch.nn.ModuleList(torch.nn.Embedding(4096, 64, padding_idx=number) for number in range(3))
+        self.layer = torch.nn.Linear(64, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = sum(table(tokens * (number + 3) % 4096) for number, table in enumerate(self.tables))
+        assert isinstance(x, torch.Tensor)
+        return self.layer(x.tanh()).square().mean()
+
+
+def looked_up(rank: int, world_size: int, folder: Path) -> list[list[Any]]:
+    """Losses and weights of three steps in memory, then on the disk; there, bytes read by forward and backward too."""
+    cut_small()
+    told = []
+    for residency in (None, Residency(store=str(folder), weights="disk")):
+        model = Tables()
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+        _, optimizer = thinwire.zero(model, adamw, thinwire.SDP4Bit(), residency=residency, announce=False)
+        found: list[Any] = []
+        for step in range(3):
+            optimizer.synchronize()
+            before = optimizer.tiers.snapshot() if optimizer.tiers is not None else None
+            tokens = torch.randint(0, 4096, (2, 9), generator=torch.Generator().manual_seed(2 * step + rank))
+            tokens[0, :3] = torch.tensor([0, 4095, 0])
+            loss = model(tokens)
+            loss.backward()
+            if optimizer.tiers is not None and before is not None:
+                assert 0 < (optimizer.tiers.snapshot() - before).read_bytes < 4096 * 64 * 4 // 2
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        with thinwire.whole(model), torch.no_grad():
+            found += [param.clone() for param in model.parameters()]
+        told.append(found)
+        optimizer.close()
+    return told
+
+
+def test_an_embedding_on_the_disk_is_that_of_memory_and_only_its_rows_are_read(tmp_path: Path) -> None:
+    for told in run_workers(looked_up, 2, tmp_path):
+        for one, other in zip(*told, strict=True):
+            assert torch.equal(one, other)
+
+
 def refused(rank: int, world_size: int) -> list[str]:
     found = []
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}), ("adamw", {})
+        ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}), ("adamw", {}),
+        ("mfac", {"store": "/var/tmp", "durable": True}),
     ]  # fmt: skip
     for optimizer, options in cases:
         model = torch.nn.Linear(4, 4)
         params = list(model.parameters())
-        made = thinwire.Muon([{"params": params}]) if optimizer == "muon" else torch.optim.AdamW(params)
+        kinds: dict[str, Any] = {"muon": thinwire.Muon, "mfac": thinwire.MFAC, "adamw": torch.optim.AdamW}
+        made = kinds[optimizer](params)
         with pytest.raises(ConfigError) as error:
             thinwire.zero(model, made, thinwire.Zero(), residency=Residency(**options))
         found.append(str(error.value))
@@ -239,7 +416,9 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_can_not_lie_on_a_disk_is_refused() -> None:
     (found,) = run_workers(refused, 1)
-    for message, part in zip(found, ("nearest: adamw", "lies on tmpfs", "no store is stated"), strict=True):
+    for message, part in zip(
+        found, ("nearest: adamw or apollo", "lies on tmpfs", "no store is stated", "one slot each"), strict=True
+    ):
         assert part in message
 
 
@@ -258,6 +437,7 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
         ({"states": "int8/100"}, "in groups that divide 1024; nearest: 'int8/64'"),
         ({"states": "bf16"}, "moments must be fp32, or integers of 3 bits or more, .*; nearest: 'int8/64'"),
         ({"states": "int2/64"}, "of 3 bits or more"),
+        ({"durable": True, "optimizer": "memory"}, "what lies on a disk, .*; nearest: --residency.optimizer disk"),
         ({"states": "int8", "optimizer": "memory"}, "nearest: --residency.optimizer disk, or --residency.states fp32"),
     ],
 )

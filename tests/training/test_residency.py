@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from thinwire.run.run import Run
         (["--store", "/dev/shm/x"], "lies on tmpfs, which is memory and not a disk"),
         (["--memory", "2gb", "--strategy", "ddp"], "ddp keeps all it has in memory; nearest that does not: sdp4bit"),
         (["--memory", "2gb", "--optimizer", "muon"], "muon looks across matrices"),
+        (["--memory", "2gb", "--optimizer", "mfac", "--residency.durable", "true"], "its pieces have one slot each"),
         (["--memory", "2gb", "--residency.memory", "3gb"], "--memory 2gb and --residency.memory 3gb: give one"),
         (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not supported"),
     ],
@@ -38,15 +40,19 @@ def test_what_can_not_be_is_refused(tmp_path: Path, words: list[str], told: str)
 
 
 def test_a_budget_decides_what_lies_where() -> None:
-    """125m on 4 ranks: 340 MB of weights, as much of gradients, 235 MB of activations a sequence."""
+    """125m on 4 ranks: 340 MB of weights, as much of gradients; activations a sequence 235 MB, 360 MB in bf16."""
     skeleton = build_skeleton("125m", 256, 256)
     chosen = {}
-    for memory in ("4gb", "1100mb", "600mb"):
-        config = TrainConfig(model="125m", workers=4, local_size=1, micro_batch=1, memory=memory, store="/var/tmp")
+    cases: list[tuple[str, Any]] = [("4gb", "bf16"), ("1100mb", "fp32"), ("1100mb", "auto"), ("600mb", "fp32")]
+    for memory, dtype in cases:
+        config = TrainConfig(
+            model="125m", workers=4, local_size=1, micro_batch=1, memory=memory, store="/var/tmp", dtype=dtype
+        )
         residency, floor = resolved(Run.of(config), skeleton)
-        chosen[memory] = residency.weights, residency.activations
+        chosen[memory, dtype] = residency.weights, residency.activations
         floor.check(residency.memory_bytes)
-    assert chosen == {"4gb": ("memory", "keep"), "1100mb": ("disk", "keep"), "600mb": ("disk", "recompute")}
+    expected = ("memory", "keep"), ("disk", "keep"), ("disk", "recompute"), ("disk", "recompute")
+    assert chosen == dict(zip(cases, expected, strict=True))
 
 
 def test_where_all_lies_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,3 +83,27 @@ def test_islands_that_can_not_save_their_end_are_not_started_again(runner: Comma
     assert code == 1 and "is started again" not in err and "report: " in out.splitlines()[-1], (out, err)
     for island in range(2):
         assert f"island {island}: rank 0: the end of this run is not saved: the checkpoint of step 4 was not" in err
+
+
+def test_a_killed_run_goes_on_behind_its_last_step(runner: CommandRunner) -> None:
+    run: dict[str, Any] = {
+        "strategy": "sdp4bit",
+        "sdp4bit.loco": "true",
+        "steps": 5,
+        "local_size": 1,
+        "checkpoint_every": 2,
+    }
+    runner.ranks("whole", **run)
+    durable = {"residency.durable": "true", "inject": "kill rank=1 step=4"}
+    code, _, err = finish(runner.train("killed", **run, **durable))
+    assert code == 1, err
+    (runner.folder / "killed" / "metrics.jsonl").unlink()
+    code, out, err = finish(runner.start(*runner.again("killed")))
+    assert code == 0, err
+    assert "resume: found all of it" in out and "goes on after the last step" in out, out
+    # Its checkpoint is of step 2.
+    assert [line["step"] for line in runner.metrics("killed")] == [4, 5]
+    before, after = runner.metrics("whole")[-2:], runner.metrics("killed")
+    assert [line["loss"] for line in after] == [line["loss"] for line in before]
+    assert after[-1]["grad_norm"] == before[-1]["grad_norm"]
+    assert not (runner.folder / "killed" / "store").exists()

@@ -326,6 +326,11 @@ class Communicator:
         """Wait until every rank has arrived and all jobs submitted before are done."""
         self.wait(self.all_gather_exact(torch.zeros(1, dtype=torch.uint8)))
 
+    def release(self) -> None:
+        """Free the jobs' scratch memory. Call it while no job is running."""
+        for held in self._memory:
+            held.clear()
+
     def close(self) -> None:
         """Wait for submitted jobs, then leave the process group to the next communicator over these ranks."""
         wait_for_all(list(self._unfinished))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import singledispatch
-from typing import Any, NotRequired, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from thinwire.state.clipping import clip_factor
 from thinwire.state.portable import StateDict, load_param_groups, state_dict_of
 from thinwire.table import Row
 from thinwire.tiers import TierMeter
+
+if TYPE_CHECKING:
+    from thinwire.hosts.offload.journal import Journal
 
 log = logging.getLogger("thinwire")
 
@@ -46,6 +49,7 @@ class ParallelOptimizer:
         has_islands: it trains together with islands, which may be lost and may join.
         overlaps: weights may arrive during the next forward.
         tiers: bytes and seconds of this rank's disk; None: everything lies in memory.
+        journal: keeps every step on this rank's disk; None: only checkpoints are kept.
         weights_pass: weights lie on a disk, and pass through memory in every forward.
         climb: the ascent of a step that also computes gradients at a point uphill; None: only at the weights.
     """
@@ -61,6 +65,7 @@ class ParallelOptimizer:
     skipped_steps = 0
     mean_loss = math.nan
     tiers: TierMeter | None = None
+    journal: Journal | None = None
     weights_pass = False
     climb: Ascent | None = None
     stop_requested = False
@@ -205,6 +210,20 @@ class ParallelOptimizer:
         """Continue from a checkpoint of any layout, and note what became of its parts. A collective.
 
         From the same layout, it continues bit for bit.
+        """
+        raise NotImplementedError
+
+    def commit(
+        self, own: Mapping[str, Any], common: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the step that was just taken to this rank's disk, for a killed run to go on from. A collective.
+
+        The next run finds it in `journal.found`. Raises ConfigError without a durable residency.
+
+        Args:
+            own: what the caller needs of this rank, as containers of tensors and numbers.
+            common: numbers that are the same on all ranks.
+            about: see Manifest.
         """
         raise NotImplementedError
 

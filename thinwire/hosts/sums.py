@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.interface import Cuts
 from thinwire.methods.sums import ParamGroups, Round, parts_of, rounds_of, sent_by_rounds
 from thinwire.optim import Shards, SummingOptimizer
-from thinwire.optim.sums import Values
+from thinwire.optim.sums import Bring, Values
 from thinwire.state.portable import group_of
 from thinwire.table import Row
 
@@ -52,8 +52,11 @@ class JoinedSums:
         cuts: Sequence[tuple[Communicator, Cuts]],
         options: ParamGroups,
         seed: Callable[[], int],
+        bring: Bring | None = None,
     ) -> JoinedSums:
-        """Make the optimizer step pieces. held: this rank's, by parameter. cuts: how each group cuts its parameters.
+        """Make the optimizer step pieces.
+
+        held: this rank's, by parameter. cuts: how each group cuts its parameters. bring: see Shards.
 
         Raises ConfigError for sums over the parameters of several groups.
         """
@@ -64,7 +67,8 @@ class JoinedSums:
         rounds = [(comm, rounds_of(optimizer, parts_of(own, comm.rank, options), comm.topology)) for comm, own in cuts]
         device = next((piece.device for piece in held.values()), torch.device("cpu"))
         joined = cls(optimizer, rounds, seed, device)
-        optimizer.join(Shards({piece: parts[name] for name, piece in held.items()}, joined.total))
+        shards = Shards({piece: parts[name] for name, piece in held.items()}, joined.total)
+        optimizer.join(shards if bring is None else replace(shards, bring=bring))
         return joined
 
     def total(self, number: int, partials: Mapping[str, Values]) -> dict[str, Values]:

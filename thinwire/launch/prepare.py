@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from math import gcd
@@ -31,7 +32,7 @@ from thinwire.layout.mesh import MeshShape, check_beside
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import resident_method
+from thinwire.methods.memory import check_across, resident_method
 from thinwire.methods.pipeline.across import REPLICAS
 from thinwire.methods.pipeline.cut import SPREAD, layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
@@ -45,8 +46,18 @@ from thinwire.models.kept import is_pruned
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES, check_axes
 from thinwire.models.tensor import check_cut
-from thinwire.optim import WHOLE
-from thinwire.options import LAYOUT_TABLES, LLAMA, MOE, PIPELINE, SEQUENCE, check_unused, has_islands, model_table
+from thinwire.optim import JOINT, NAMED, WHOLE
+from thinwire.options import (
+    LAYOUT_TABLES,
+    LLAMA,
+    MOE,
+    PIPELINE,
+    RESIDENCY,
+    SEQUENCE,
+    check_unused,
+    has_islands,
+    model_table,
+)
 from thinwire.registry import check_on_mesh
 from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
@@ -283,7 +294,10 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
     resident_method(run.strategy, axes)
     optimizer = name_of(run.config.optimizer or "")
-    if optimizer in WHOLE and residency.optimizer != "memory":
+    if optimizer in (*NAMED, *JOINT) and residency.optimizer != "memory":
+        with problems.collect():
+            check_across(residency, optimizer, streams=True)
+    elif optimizer in WHOLE and residency.optimizer != "memory":
         problems.messages.append(
             f"residency: {optimizer} looks across matrices, and from a disk it gets pieces; nearest: adamw"
         )
@@ -642,6 +656,9 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     # What the ranks choose later packs like the stand-in, or as borders do.
     warm((*run.codecs, *(Pipeline().codecs if config.is_planned_late else ())))
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
+    if run.residency is not None and run.residency.durable and not config.resume:
+        # The steps of a run of the same name are of no use to this one.
+        shutil.rmtree(run.residency.folder, ignore_errors=True)
     return run, start
 
 
@@ -713,11 +730,16 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
     step = step_of(chosen)
     rows: list[Row] = [("a later checkpoint", "passed over", why) for why in later]
     rows += [("a later checkpoint", "passed over: it is damaged", problem) for problem in wrong]
+    is_durable = bool(config.tables.get(RESIDENCY, {}).get("durable"))
+    if is_durable:
+        why = "the last step that all ranks have on their disks, if it is later than the checkpoint"
+        rows.append(("--residency.durable", "goes on after the last step", why))
     if chosen is None:
-        return [*rows, ("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet")]
+        rows.append(("--resume", "starts at step 0", f"{run_dir.path} holds no checkpoint yet"))
+        return rows[:-1] if is_durable else rows
     why = "all of its files have the right checksums"
     records = read_metrics(run_dir.metrics)
-    if records and records[-1].step > step:
+    if records and records[-1].step > step and not is_durable:
         why += f"; steps {step + 1} to {records[-1].step} are in no sound checkpoint, and are taken again"
     problems = Problems()
     if step > config.steps:

@@ -62,6 +62,7 @@ class Apollo(SummingOptimizer):
     """
 
     num_rounds = 2
+    streams = starts_bare = True
     operation = "projected gradients"
     title = "apollo"
     # Whether a matrix has one scale.

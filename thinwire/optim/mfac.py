@@ -47,6 +47,7 @@ class MFAC(SummingOptimizer):
 
     title = "mfac"
     num_rounds = 1
+    streams = True
     operation = "products of gradients"
     codec = Identity()
     is_joint = True
@@ -141,12 +142,13 @@ class MFAC(SummingOptimizer):
         windows, step = [state[WINDOW] for state in held.values()], max((s["step"] for s in held.values()), default=-1)
         for param, state in held.items():
             if param.grad is None:
-                state[WINDOW][:, step % self.window] = 0
+                with self._brought(param):
+                    state[WINDOW][:, step % self.window] = 0
             state["step"] = step + 1
         is_same = [ref() is window for ref, window in zip(self._windows, windows, strict=False)]
         is_known = len(self._windows) == len(windows) and all(is_same)
         column, step, is_known = self._summed([values["products"] for values in sent], step, is_known)
-        gram = self._gram.clone() if is_known else self._summed_anew(windows, step)
+        gram = self._gram.clone() if is_known else self._summed_anew(held, step)
         newest, count = step % self.window, min(step + 1, self.window)
         gram[newest] = gram[:, newest] = column
         self._gram, self._windows = gram, [weakref.ref(window) for window in windows]
@@ -155,12 +157,15 @@ class MFAC(SummingOptimizer):
         weights[:count] = fisher.row_weights(newest)
         return [{"weights": weights}] * len(sent)
 
-    def _summed_anew(self, windows: Sequence[Tensor], step: int) -> Tensor:
-        """G G^T without the row of this step."""
+    def _summed_anew(self, held: Mapping[Tensor, Mapping[str, Any]], step: int) -> Tensor:
+        """G G^T without the row of this step. held: the state of each parameter."""
         gram = torch.zeros(self.window, self.window, dtype=torch.float64)
         for older in range(max(0, step + 1 - self.window), step):
             slot = older % self.window
-            own = [products(window.T, window[:, slot]) for window in windows]
+            own = []
+            for param, state in held.items():
+                with self._brought(param):
+                    own.append(products(state[WINDOW].T, state[WINDOW][:, slot]))
             gram[slot] = gram[:, slot] = self._summed(own, step, True)[0]
         return gram
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +21,7 @@ PieceSpan = tuple[int, int]
 # What the update of one parameter yields, and is sent: tensors of [rows, width], by the name of the sum.
 Values = dict[str, Tensor]
 Update = Generator[Values, Values, None]
+Bring = Callable[[Tensor, bool], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,13 @@ class Shards:
         parts: for each piece, what it is a part of.
         total: (number of the round, what this rank adds, by parameter) -> the totals that this rank wants; a
             collective. By default nothing is cut.
+        bring: (piece, whether its step ends with it) -> a context with the piece and its state in memory, for pieces
+            that pass through it.
     """
 
     parts: Mapping[Tensor, Part]
     total: Callable[[int, Mapping[str, Values]], Mapping[str, Values]] = lambda number, partials: partials
+    bring: Bring = lambda piece, is_last: nullcontext()
 
 
 class SummingOptimizer(Parameterwise):
@@ -89,12 +94,16 @@ class SummingOptimizer(Parameterwise):
     describes what is summed, so that the bytes are known before anything runs. Other tensors take AdamW's step, with
     the group's `betas`, `eps` and `weight_decay`.
 
-    operation: what the meter calls the sums. codec: of the sums that may lose digits. is_joint: whether a sum is over
+    streams: whether pieces may pass through memory, each whenever a part of its update needs it. starts_bare: whether
+    the first part needs the gradient alone. operation: what the meter calls the
+    sums. codec: of the sums that may lose digits. is_joint: whether a sum is over
     parameters too, so that each rank must have a part of all of them.
     """
 
     needs_whole_tensors = True
     is_joint: ClassVar[bool] = False
+    streams: ClassVar[bool] = False
+    starts_bare: ClassVar[bool] = False
     title: ClassVar[str]
     num_rounds: ClassVar[int]
     operation: ClassVar[str]
@@ -164,15 +173,23 @@ class SummingOptimizer(Parameterwise):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; where matrices are cut, a collective."""
-        self._updates: list[tuple[str, Update]] = []
+        self._updates: list[tuple[str, Tensor, Update]] = []
         loss = super().step(closure)
-        names, updates = [name for name, _ in self._updates], [update for _, update in self._updates]
-        sent = [next(update) for update in updates]
+        names, sent = [name for name, _, _ in self._updates], list[Values]()
+        for _, param, update in self._updates:
+            with nullcontext() if self.starts_bare else self._brought(param):
+                sent.append(next(update))
         for number in range(self.num_rounds):
-            received = self._totals(number, names, sent)
-            sent = [_resume(update, values) for update, values in zip(updates, received, strict=True)]
+            received, sent = self._totals(number, names, sent), []
+            for (_, param, update), values in zip(self._updates, received, strict=True):
+                with self._brought(param, is_last=number == self.num_rounds - 1):
+                    sent.append(_resume(update, values))
         self._updates.clear()
         return loss
+
+    def _brought(self, param: Tensor, *, is_last: bool = False) -> AbstractContextManager[None]:
+        """A context with a parameter and its state in memory."""
+        return nullcontext() if self.shards is None else self.shards.bring(param, is_last)
 
     def _totals(self, number: int, names: Sequence[str], sent: Sequence[Values]) -> list[Values]:
         """What the updates are sent for what they have yielded."""
@@ -184,9 +201,10 @@ class SummingOptimizer(Parameterwise):
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         part = self._part(param, group)
         if part is None:
-            adamw(self.state[param], param, grad, group)
+            with self._brought(param, is_last=True):
+                adamw(self.state[param], param, grad, group)
         else:
-            self._updates.append((part.name, self._across(param, grad, part, group)))
+            self._updates.append((part.name, param, self._across(param, grad, part, group)))
 
     def _part(self, param: Tensor, group: Mapping[str, Any]) -> Part | None:
         if self.shards is not None:

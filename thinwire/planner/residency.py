@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload.activations import kept_bytes, recompute, with_loss
+from thinwire.hosts.offload.activations import kept_by
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import Method
@@ -40,20 +39,17 @@ def where_all_lies(
     flags = {"pipeline": config.stages, "tensor": config.tensor}
     axes = {name for name, size in shape.sizes.items() if size > 1} | {name for name, at in flags.items() if at}
     place = resident_method(method, axes), model, Topology(config.nodes, config.local_size), config.micro_batches or 1
-    kept, tokens = 0, torch.empty(config.micro_batch, config.seq_len, dtype=torch.long, device="meta")
+    kept, given = 0, (config.loss, config.micro_batch, config.seq_len)
     rows: list[tuple[str, str, str]] = []
     if type(model) is Llama:
-        loss, why = loss_in_effect(config.loss, tokens.numel(), model.config.vocab_size)
+        loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, model.config.vocab_size)
         rows.append((f"--loss {config.loss}", loss, why))
-        kept = kept_bytes(with_loss(loss, model, tokens), tokens, tokens)
+        kept = kept_by(model.config, *given)
     else:
         rows.append(("activations", "not counted", "they are known of presets such as demo alone"))
     residency = settled(residency, *place, kept)
     if residency.activations == "recompute" and isinstance(model, Llama):
-        with torch.device("meta"):
-            again = with_loss(config.loss, Llama(model.config), tokens)
-        recompute(again)
-        whole, kept = kept, kept_bytes(again, tokens, tokens)
+        whole, kept = kept, kept_by(model.config, *given, recomputes=True)
         layer = whole // max(1, model.config.num_hidden_layers)
         kept += layer
         rows.append(("activations", "layers are computed again", f"whole they would take {bytes_text(whole)}"))

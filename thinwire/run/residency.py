@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from thinwire.collectives import Topology
-from thinwire.hosts.offload.activations import kept_bytes, with_loss
+from thinwire.hosts.offload.activations import kept_by
 from thinwire.methods.memory import Floor, Residency, resident_method, settled
 from thinwire.models.llama import Llama
 from thinwire.run.config import derive
@@ -26,7 +25,6 @@ def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Floor]:
     kept = None
     # Of other models nobody knows what a forward does besides computing, and compiled layers are as they are.
     if residency.activations == "auto" and residency.memory_bytes and type(skeleton) is Llama and not config.compile:
-        tokens = torch.empty(batch.micro_batch, config.seq_len, dtype=torch.long, device="meta")
-        kept = kept_bytes(with_loss(config.loss, skeleton, tokens), tokens, tokens)
+        kept = kept_by(skeleton.config, config.loss, batch.micro_batch, config.seq_len, config.dtype)
     residency = settled(residency, *place, kept)
     return residency, Floor.of(residency, *place)

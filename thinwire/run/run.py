@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from zlib import crc32
 
 from thinwire.codecs import Codec
 from thinwire.cost import Links
@@ -34,6 +35,7 @@ from thinwire.options import (
 )
 from thinwire.run.config import DEFAULTS, TrainConfig
 from thinwire.run.optimizer import read_optimizer
+from thinwire.run.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,11 @@ def residency_of(config: TrainConfig) -> Residency | None:
         if stated is not None and other not in (None, stated):
             raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
         options[name] = stated or other
-    return made(Residency, {**options, "store": options["store"] or str(Path(config.run_dir) / "store")})
+    run_dir = Path(config.run_dir).absolute()
+    if options.get("durable") and options["store"]:
+        # Steps of several runs may lie in one folder.
+        options["store"] = str(Path(options["store"]) / f"{run_dir.name}-{crc32(str(run_dir).encode()):08x}")
+    return made(Residency, {**options, "store": options["store"] or str(RunDir(config.run_dir).store)})
 
 
 def island_size(config: TrainConfig) -> int:

@@ -21,6 +21,8 @@ class RunDir:
         self.machine, self.plan = self.path / "machine.json", self.path / "plan.json"
         self.report, self.checkpoints = self.path / "report.html", self.path / "checkpoints"
         self.logs = self.path / "logs"
+        # What does not fit in memory; by default.
+        self.store = self.path / "store"
         # What befell workers that have no terminal, on purpose.
         self.faults = self.logs / "faults.log"
 
@@ -71,7 +73,7 @@ class RunDir:
         """Delete a run's files, and nothing else in the folder."""
         shared = [self.metrics, self.summary, self.report, self.machine, self.plan, self.logs] if node == 0 else []
         shared += self.path.glob("island-*") if node == 0 else []
-        for path in (*shared, self.config(node), self.checkpoints):
+        for path in (*shared, self.config(node), self.checkpoints, self.store):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:

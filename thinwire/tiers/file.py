@@ -72,16 +72,19 @@ class Pace:
 
 
 class DiskFile:
-    """A file of fixed size without a name. Its space is reserved at the start, and freed when the process ends.
+    """A file of fixed size whose space is reserved at the start.
 
-    Nothing of an earlier run can be read, and nothing is left behind. Offsets, lengths and addresses are multiples of a
-    block. is_direct: whether it bypasses the page cache, which not every file system allows.
+    Without a name, nothing of an earlier run can be read, and its space is freed when the process ends. With a name, it
+    stays. Offsets, lengths and addresses are multiples of a block. is_direct: whether it bypasses the page cache, which
+    not every file system allows.
     """
 
-    def __init__(self, folder: Path, num_bytes: int, meter: TierMeter, pace: Pace) -> None:
+    def __init__(self, folder: Path, num_bytes: int, meter: TierMeter, pace: Pace, name: str = "") -> None:
         """Raises ConfigError if there is not enough space, or if the folder is not on a disk."""
         self.num_bytes, self.meter, self.pace, self.folder = aligned(num_bytes), meter, pace, folder
-        check_folder(folder, self.num_bytes)
+        self.path = folder / name if name else None
+        there = self.path.stat().st_size if self.path is not None and self.path.exists() else 0
+        check_folder(folder, max(0, self.num_bytes - there))
         folder.mkdir(parents=True, exist_ok=True)
         self.is_direct = True
         try:
@@ -91,11 +94,14 @@ class DiskFile:
                 raise
             self.is_direct, self._file = False, self._opened(0)
         try:
+            os.ftruncate(self._file, self.num_bytes)
             os.posix_fallocate(self._file, 0, max(self.num_bytes, 1))
         except OSError as error:
             raise ConfigError(f"store {folder}: no space for {self.num_bytes / 1e9:.2f} GB: {error.strerror}") from None
 
     def _opened(self, flags: int) -> int:
+        if self.path is not None:
+            return os.open(self.path, os.O_CREAT | os.O_RDWR | flags, 0o600)
         try:
             return os.open(self.folder, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
         except OSError as error:
@@ -141,8 +147,14 @@ class DiskFile:
         memory = mmap.mmap(self._file, place - start + num_bytes, flags=mmap.MAP_SHARED, offset=start)
         return torch.frombuffer(memory, dtype=torch.uint8, offset=place - start, count=num_bytes)
 
+    def sync(self) -> None:
+        """Wait until all that was written outlives a loss of power."""
+        start = time.monotonic()
+        os.fdatasync(self._file)
+        self.meter.add(TierReading(write_s=time.monotonic() - start))
+
     def close(self) -> None:
-        """Free the file's space."""
+        """Close the file. Without a name, its space is freed."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

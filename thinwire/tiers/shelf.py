@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,27 +34,46 @@ class Shelf:
     numbers. Rounding depends on an element's number and on how often its record was put, but not on the records' length
     or on which records stay.
 
+    A durable shelf has files with names, and two slots for each record. A record is put into the slot that the last
+    `keep` does not refer to, so what was kept can be read until the `keep` after the next begins. Records that stay in
+    memory are written too.
+
+    Attributes:
+        before_put: called before each `put`.
+
     Raises ConfigError if the folder has not enough space.
     """
 
     def __init__(
-        self, folder: Path, kinds: Mapping[str, Coding], numel: int, record_numel: int, meter: TierMeter, pace: Pace
-    ) -> None:
+        self, folder: Path, kinds: Mapping[str, Coding], numel: int, record_numel: int, meter: TierMeter, pace: Pace,
+        *, is_durable: bool = False,
+    ) -> None:  # fmt: skip
         self.kinds, self.numel, self.meter = dict(kinds), numel, meter
         self.record_numel = record_numel = min(_whole(record_numel), _whole(numel))
         self.num_records, self.num_staying = -(-numel // record_numel), 0
         self.part_bytes = {kind: aligned(coding.num_bytes(record_numel)) for kind, coding in self.kinds.items()}
         self._coded = [kind for kind, coding in self.kinds.items() if not coding.is_plain]
         # One at a time, so that each sees what the others have taken.
-        self.files = {kind: DiskFile(folder, self.num_records * self.part_bytes[kind], meter, pace) for kind in kinds}
+        self.is_durable, num_slots = is_durable, 2 if is_durable else 1
+        self.files = {
+            kind: DiskFile(
+                folder, num_slots * self.num_records * self.part_bytes[kind], meter, pace, kind if is_durable else ""
+            )
+            for kind in kinds
+        }
+        self.before_put: Callable[[], None] = lambda: None
         whole = self.num_records * record_numel * FP32_BYTES
         self._plain = {kind: DiskFile(folder, whole, meter, pace) for kind in self._coded}
         self._work = {kind: pages(record_numel * FP32_BYTES).view(torch.float32) for kind in self._coded}
         self.pool = Pool(min(NUM_PASSING, self.num_records), sum(self.part_bytes.values()))
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
-        self._sums: dict[int, list[int]] = {}
-        self._num_puts: dict[int, int] = defaultdict(int)
+        # The slot of what was last written of each record, and of what was last kept.
+        self._slots: list[int]
+        self._kept: list[int] | None
+        self._sums: dict[int, list[int]]
+        self._num_puts: dict[int, int]
+        self.begin_anew()
         self._staying: dict[int, Tensor] = {}
         self._in_use: dict[int, Tensor] = {}
         self._reading: dict[int, Future[Tensor]] = {}
@@ -89,6 +109,9 @@ class Shelf:
         The tensors may be changed in place until `put` or `leave`. kinds: the kinds to read; None: all.
         """
         if number in self._staying:
+            if writing := self._writing.pop(number, None):
+                with self.meter.waiting():
+                    writing.result()
             return self._tensors(number, self._staying[number], kinds)
         for other in self._reading.keys() - {number}:
             self.pool.give_back(self._reading.pop(other).result())
@@ -104,16 +127,16 @@ class Shelf:
 
         Writing to the disk goes on in the background.
         """
-        if number in self._staying:
-            self._encode(number, self._staying[number], kinds)
-            return
-        slot = self._in_use.pop(number)
+        self.before_put()
+        slot = self._staying[number] if number in self._staying else self._in_use.pop(number)
         self._encode(number, slot, kinds)
-        if number < self.num_staying:
+        stays = number < self.num_staying
+        if stays:
             self._staying[number] = slot
-            return
-        self._check_written()
-        self._writing[number] = self._writer.submit(self._write, number, slot, self._writing.get(number))
+        if not stays or self.is_durable:
+            self._check_written()
+            before = self._writing.get(number)
+            self._writing[number] = self._writer.submit(self._write, number, slot, before, stays=stays)
 
     def leave(self, number: int) -> None:
         """Release the record, which was not changed."""
@@ -137,18 +160,64 @@ class Shelf:
     def mapped(self, kind: str, start: int, end: int) -> Tensor:
         """Elements [start, end) as a view of the file, read when accessed. Call `write_out` first."""
         place, file = start * FP32_BYTES, self._plain.get(kind, self.files[kind])
-        return file.mapped(place, end * FP32_BYTES - place).view(torch.float32)
+        if kind not in self._plain:
+            place += next(iter(self._slots), 0) * self.num_records * self.part_bytes[kind]
+        return file.mapped(place, (end - start) * FP32_BYTES).view(torch.float32)
 
     def write_out(self) -> None:
         """Write the records that stay in memory to the disk too."""
         self.flush()
-        for number, slot in self._staying.items():
+        for number, slot in self._staying.items() if not self.is_durable else ():
             self._put_down(number, slot)
+        self._level()
         for number in self.each() if self._coded else ():
             self.take(number, self._coded)
             for kind in self._coded:
                 self._plain[kind].write(number * self.record_numel * FP32_BYTES, self._work[kind].view(torch.uint8))
             self.leave(number)
+
+    def _level(self) -> None:
+        """Put records that were not put since the last `keep`, if others were, so that one slot holds all."""
+        if len(set(self._slots)) > 1:
+            for number in self.each():
+                self.take(number)
+                self.put(number, ())
+            self.flush()
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What must be the same for files of an earlier process to be read."""
+        return {"numel": self.numel, "record_numel": self.record_numel, "kinds": [*map(str, self.kinds.items())]}
+
+    def keep(self) -> dict[str, Any]:
+        """Wait until all records are on the disk. Return the numbers with which another process can `go_on`."""
+        self.flush()
+        self._level()
+        for file in self.files.values():
+            file.sync()
+        self._kept = [*self._slots]
+        puts = [self._num_puts[number] for number in range(self.num_records)]
+        sums = [self._sums[number] for number in range(self.num_records)]
+        return self.shape | {"slot": next(iter(self._slots), 0), "sums": sums, "puts": puts}
+
+    def go_on(self, kept: Mapping[str, Any]) -> None:
+        """Continue from what `keep` returned, perhaps in another process.
+
+        Raises ThinwireError if it has another shape, or if the files no longer hold it.
+        """
+        if other := [key for key, value in self.shape.items() if kept[key] != value]:
+            raise ThinwireError(f"it holds {other[0]} {kept[other[0]]}, and this run {self.shape[other[0]]}")
+        self._slots = [kept["slot"]] * self.num_records
+        self._kept = [*self._slots]
+        self._sums, self._num_puts = dict(enumerate(kept["sums"])), defaultdict(int, enumerate(kept["puts"]))
+        for number in self.each():
+            self.take(number)
+            self.leave(number)
+
+    def begin_anew(self) -> None:
+        """Make all records zero."""
+        self._slots, self._kept = [0] * self.num_records, None
+        self._sums, self._num_puts = {}, defaultdict(int)
 
     def close(self) -> None:
         """Free memory and disk space."""
@@ -190,7 +259,7 @@ class Shelf:
             if number not in self._sums:
                 return slot.zero_()
             for (kind, part), expected in zip(self._parts(slot).items(), self._sums[number], strict=True):
-                self.files[kind].read(number * self.part_bytes[kind], part)
+                self.files[kind].read(self._place(number, kind, self._slots[number]), part)
                 if zlib.crc32(part.numpy().data) != expected:
                     raise ThinwireError(
                         f"store {self.files[kind].folder}: record {number} of {kind} is not what was written: the disk "
@@ -201,20 +270,25 @@ class Shelf:
             raise
         return slot
 
-    def _write(self, number: int, slot: Tensor, before: Future[None] | None) -> None:
+    def _place(self, number: int, kind: str, slot: int) -> int:
+        """Where a record of one kind begins in its file."""
+        return (slot * self.num_records + number) * self.part_bytes[kind]
+
+    def _write(self, number: int, slot: Tensor, before: Future[None] | None, *, stays: bool) -> None:
         try:
             if before is not None:
                 before.result()
             self._put_down(number, slot)
         finally:
-            self.pool.give_back(slot)
+            if not stays:
+                self.pool.give_back(slot)
 
     def _put_down(self, number: int, slot: Tensor) -> None:
-        sums = []
+        sums, at = [], 0 if self._kept is None else 1 - self._kept[number]
         for kind, part in self._parts(slot).items():
             sums.append(zlib.crc32(part.numpy().data))
-            self.files[kind].write(number * self.part_bytes[kind], part)
-        self._sums[number] = sums
+            self.files[kind].write(self._place(number, kind, at), part)
+        self._sums[number], self._slots[number] = sums, at
 
     def _check_written(self) -> None:
         """Raise the error of a write that failed in the background."""

@@ -192,6 +192,10 @@ class Engine:
         """Clip, and update the weights."""
         self.stage.update(self.config.grad_clip or math.inf)
 
+    def _autocast(self) -> torch.autocast:
+        # Copies of all weights would not fit where the weights don't.
+        return self.device.autocast(self.dtype, caches=not self.optimizer.weights_pass)
+
     def _loss_of(self, module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """The loss of one micro-batch; the forward's seconds are counted."""
         start = time.perf_counter()
@@ -199,7 +203,7 @@ class Engine:
             *batch, weight = batch
             if isinstance(self.model, MoELlama):
                 self.model.text_weight = float(weight) or 1.0
-        with self.device.autocast(self.dtype):
+        with self._autocast():
             loss = module(*batch)
             if self.end is not None:
                 # Without any target the mean is not a number, and has no gradient.
@@ -229,7 +233,7 @@ class Engine:
         A collective.
         """
         self.optimizer.synchronize()
-        with self._next_batches() as batches, self.device.autocast(self.dtype):
+        with self._next_batches() as batches, self._autocast():
             parts = [distillation.parts(*batch) for batch in batches]
         text, errors = (self.optimizer.all_mean(float(sum(part))) for part in zip(*parts, strict=True))
         # A student that is its teacher has nothing to learn from it yet.
@@ -247,7 +251,7 @@ class Engine:
         ):  # fmt: skip
             given = self.device.take(batch if self.end is None else documents_of(*batch, self.end))
             num = len(batch[0]) if self.end is None else int((given[1] != IGNORED).sum())
-            with self.device.autocast(self.dtype):
+            with self._autocast():
                 loss = float(self.model(*given))
             total += loss * num if num else 0.0
             num_targets += num
@@ -278,7 +282,7 @@ class Engine:
         """The prompt and the model's continuation. Call it on all ranks that share the first copy of the model."""
         generator = torch.Generator(self.device.torch).manual_seed(self.config.seed)
         (tokens,) = self.device.take([torch.tensor([prompt])])
-        with self.device.autocast(self.dtype):
+        with self._autocast():
             return generate(self.continuing, tokens, num_new, 0.8, generator)[0].tolist()
 
     def close(self) -> None:

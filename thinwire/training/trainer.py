@@ -164,12 +164,20 @@ class Trainer:
         # An island that has joined others has their state; its own older checkpoint is of no use.
         if reunion is not None:
             self.step = reunion.restore(survivor, self.engine, self.engine.seed_after)
+        elif not self.step and (kept := self._kept_after(step_of(saved))) is not None:
+            self.step, report = self._take_over(kept)
+            return report
         elif saved and not self.step:
-            self.step, report = self._load(saved)
+            self.step, report = self._take_over(Source(saved, self.place.rank))
             return report
         elif not self.step:
             self.step = self._catch_up()
         return []
+
+    def _kept_after(self, step: int) -> Source | None:
+        """A step that is later than this one, and on the disks of all ranks."""
+        found = None if self.optimizer.journal is None else self.optimizer.journal.found
+        return None if found is None or found.manifest.step <= step else found
 
     def _rows_on_options(self) -> Iterator[Row]:
         """Rows on what ranks send each other beside a strategy's bytes, and on a sample and a teacher."""
@@ -295,6 +303,8 @@ class Trainer:
         sample = self._sample() if not stopped and self.engine.writes_sample else ""
         sent_bytes = self.optimizer.meter.snapshot().sent_bytes
         self.engine.close()
+        if self.optimizer.journal is not None and not unsaved:
+            self.optimizer.journal.delete()
         if self.onlooker is not None:
             self.onlooker.say(f"{stopped or 'finished'} after step {self.step}; node 0 has the results")
         if self.reporter is not None:
@@ -402,6 +412,8 @@ class Trainer:
             traffic = optimizer.meter.snapshot()
         self.step += 1
         self._step_start = self._note_start()
+        if optimizer.journal is not None:
+            optimizer.commit(*self._own_state(), self._about)
         spent = optimizer.meter.snapshot() - before
         sent, self._traffic = traffic - self._traffic, traffic
         before_step, self._moved = self._moved, self._moved_so_far()
@@ -495,34 +507,44 @@ class Trainer:
         self.optimizer.check_replicas()
         snapshot = self.stage.snapshot()
         snapshot.pieces |= {f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.engine.frozen.items()}
-        own = {"rng": torch.get_rng_state(), "buffers": self.engine.buffers}
-        if (device_rng := self.device.random_state()) is not None:
-            own["device_rng"] = device_rng
-        snapshot.own |= {"trainer": own}
-        position = {"step": self.step, "tokens": self.digest, "loader": self.loader.state_dict()}
-        position |= {} if self.ways is None else {"way": self.ways.name}
-        snapshot.common |= {"trainer": position, "shapes": self.engine.shapes}
+        own, common = self._own_state()
+        snapshot.own |= own
+        snapshot.common |= common
         loss = self.optimizer.mean_loss
         self.saver.save(self.step, snapshot, loss=loss if math.isfinite(loss) else None, about=self._about)
 
-    def _load(self, saved: Path) -> tuple[int, list[Row]]:
-        """Continue from a checkpoint of any layout. Return its step and the load report; sets `_proof`."""
-        source, island = Source(saved, self.place.rank), self.place.island
+    def _own_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the trainer saves: of this rank, and the same on all ranks."""
+        own = {"rng": torch.get_rng_state(), "buffers": self.engine.buffers}
+        if (device_rng := self.device.random_state()) is not None:
+            own["device_rng"] = device_rng
+        position = {"step": self.step, "tokens": self.digest, "loader": self.loader.state_dict()}
+        position |= {} if self.ways is None else {"way": self.ways.name}
+        return {"trainer": own}, {"trainer": position, "shapes": self.engine.shapes}
+
+    def _take_over(self, source: Source) -> tuple[int, list[Row]]:
+        """Continue from a checkpoint of any layout, or from the step that the optimizer has found on this rank's disk.
+
+        Return its step and the load report; sets `_proof`.
+        """
+        saved, island = source.folder, self.place.island
         position = source.common["trainer"]
         if position["tokens"] != self.digest:
             raise ConfigError(f"data {self.config.data} is not the data that {saved} was trained on: bring it back")
         if source.common["shapes"] != self.engine.shapes:
             raise ConfigError(f"{saved} holds another model: names and shapes of parameters must be the same")
-        self.stage.restore(source)
-        source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.engine.frozen.items()})
+        is_kept = self.optimizer.journal is not None and source is self.optimizer.journal.found
+        if not is_kept:
+            self.stage.restore(source)
+            source.read({f"{FROZEN}/{name}": Piece.whole(tensor) for name, tensor in self.engine.frozen.items()})
+            self.saver.last_step = position["step"]
         self.loader.load_state_dict(position["loader"])
         if self.ways is not None:
             self.ways.go_on(position.get("way", ""))
             self._about["circumstances"] = self._circumstances
         before = num_islands(saved)
-        has_own = island.number < before and saved.parent == self.run_dir.checkpoints
+        has_own = is_kept or (island.number < before and saved.parent == self.run_dir.checkpoints)
         random_rows = self._restore_random_state(source, position["step"], before, has_own=has_own)
-        self.saver.last_step = position["step"]
         origin = Origin.of(source, before, has_own=has_own)
         if before > island.num_islands == 1 and not self.optimizer.has_islands:
             origin = leave_islands(source, before, self.stage, self.place.rank)

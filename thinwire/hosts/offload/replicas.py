@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
-from thinwire.hosts.sharded.bucket import FlatBucket
+from thinwire.hosts.sharded.bucket import FlatBucket, Slot
 from thinwire.layout.buckets import BucketLayout
 from thinwire.methods.memory.placement import SMALL_NUMEL
-from thinwire.tiers import DiskFile, Pace, TierMeter
+from thinwire.tiers import DiskFile, Pace, RowStore, TierMeter
 from thinwire.tiers.pool import aligned, pages
 
 # Bytes that pass between a bucket and the disk at once.
@@ -28,7 +28,7 @@ CHUNK_BYTES = 4 << 20
 class Spot:
     """Where a bucket's weights are. is_locked: being changed; they stay in memory.
 
-    is_dirty: the disk has old values.
+    is_dirty: the disk has old values. rows: of matrices of which single rows are read, by name.
     """
 
     place: int
@@ -39,6 +39,7 @@ class Spot:
     reading: Future[None] | None = None
     writing: Future[None] | None = None
     sums: list[int] = field(default_factory=list)
+    rows: dict[str, RowStore] = field(default_factory=dict)
 
     def finish(self) -> None:
         """Wait until no read or write of the bucket is running."""
@@ -73,6 +74,7 @@ class Replicas:
         self._order: list[FlatBucket] = []
         self._at = 0
         self._seen: list[FlatBucket] = []
+        self._num_updated = 0
         self._in_use: set[FlatBucket] = set()
         self._owner: dict[int, FlatBucket] = {}
 
@@ -150,7 +152,26 @@ class Replicas:
 
     def begin_update(self) -> None:
         """Note that an update goes through all buckets; the next step is then expected to repeat this one's order."""
-        self._order, self._seen, self._at = [*self.spots, *self._seen], [], 0
+        self._order, self._seen, self._at = [*self.spots, *self._seen[self._num_updated :]], [], 0
+
+    def end_update(self) -> None:
+        """Note that what is used from now on belongs to the next forward."""
+        self._num_updated = len(self._seen)
+
+    def add_rows(self, slot: Slot) -> None:
+        """Let `rows` read single rows of this matrix."""
+        spot, (num_rows, width), itemsize = self.spots[slot.bucket], slot.span.shape, slot.bucket.layout.dtype.itemsize
+        place = spot.place + slot.span.start * itemsize
+        store = RowStore(self.file, place, num_rows, width, slot.bucket.layout.dtype)
+        with self.held(slot.bucket):
+            spot.rows[slot.name] = store
+
+    def rows(self, slot: Slot, numbers: Tensor) -> Tensor | None:
+        """Rows of a matrix, read from the disk; None if the whole matrix is in memory."""
+        spot = self.spots[slot.bucket]
+        with self.meter.waiting():
+            spot.finish()
+            return None if spot.is_here else spot.rows[slot.name].gather(numbers)
 
     def mapped(self, bucket: FlatBucket) -> Tensor:
         """The bucket's weights as a view of the file, read when accessed."""
@@ -176,6 +197,8 @@ class Replicas:
         """Free the disk space. Weights that are not in memory are lost."""
         self._reader.shutdown()
         self._writer.shutdown()
+        for store in (store for spot in self.spots.values() for store in spot.rows.values()):
+            store.close()
         self.file.close()
 
     def _next_use(self, bucket: FlatBucket) -> int:
@@ -249,6 +272,9 @@ class Replicas:
             sums.append(zlib.crc32(space.numpy().data))
             self.file.write(spot.place + start, space)
         spot.sums = sums
+        for slot in bucket.slots:
+            if slot.name in spot.rows:
+                spot.rows[slot.name].note(slot.span.of(bucket.live))
 
 
 def bytes_of(layout: BucketLayout) -> int:

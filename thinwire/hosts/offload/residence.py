@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire.errors import ConfigError
+from thinwire.checkpoint import Snapshot
+from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hosts.offload.activations import recompute
+from thinwire.hosts.offload.journal import Journal
+from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.hosts.offload.replicas import Replicas, is_large
 from thinwire.hosts.offload.room import MemoryRoom, give_pages_back
 from thinwire.hosts.offload.sampling import RowSampler
@@ -17,9 +22,9 @@ from thinwire.hosts.offload.weights import WeightsOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
-from thinwire.methods.memory import Residency
+from thinwire.methods.memory import Residency, check_across
 from thinwire.methods.memory.placement import stays
-from thinwire.optim import SummingOptimizer
+from thinwire.optim import Part, SummingOptimizer
 from thinwire.table import Row
 from thinwire.tiers import Pace, TierMeter
 
@@ -35,17 +40,20 @@ class Residence:
         replicas: the weights on the disk; None: all weights are in memory.
         num_layers: number of layers that are recomputed in backward.
         sampler: keeps a sample of activations; None: all are kept.
+        journal: makes every step durable; None: only checkpoints are.
     """
 
     def __init__(
         self, residency: Residency, units: Sequence[Unit], *, weights: bool, states: bool, num_layers: int,
-        sampler: RowSampler | None,
+        sampler: RowSampler | None, comm: Communicator,
     ) -> None:  # fmt: skip
         self.num_layers, self.sampler = num_layers, sampler
         self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
         self.room, self.holds_states, self._num_updates = MemoryRoom(residency.memory_bytes), states, 0
+        self.journal = Journal(residency.folder, comm) if residency.durable else None
         self.replicas: Replicas | None = None
         self._states: StatesOnDisk | None = None
+        self._pieces: PiecesOnDisk | None = None
         held = [layout for unit in units for layout in unit.layouts]
         if weights and any(map(is_large, held)):
             give_pages_back()
@@ -54,7 +62,7 @@ class Residence:
     @classmethod
     def of(
         cls, residency: Residency, model: nn.Module, *, inner: torch.optim.Optimizer, units: Sequence[Unit],
-        device: torch.device,
+        device: torch.device, comm: Communicator,
     ) -> Residence | None:  # fmt: skip
         """The disk that the options ask for; None if everything lies in memory.
 
@@ -62,8 +70,7 @@ class Residence:
         """
         weights, states = residency.weights == "disk", residency.optimizer != "memory"
         if states and isinstance(inner, SummingOptimizer):
-            name = type(inner).__name__
-            raise ConfigError(f"residency: {name} looks across matrices, and a disk gives it pieces; nearest: adamw")
+            check_across(residency, type(inner).__name__, streams=inner.streams)
         cut = any(layout.levels.weights_over > 1 for unit in units for layout in unit.layouts)
         if weights and (cut or device.type != "cpu"):
             why = "are cut over ranks already" if cut else f"lie on {device}"
@@ -72,7 +79,7 @@ class Residence:
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
         if not (weights or states or num_layers or sampler):
             return None
-        return cls(residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler)
+        return cls(residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler, comm=comm)
 
     def take(self, bucket: FlatBucket) -> None:
         """Register a new bucket."""
@@ -87,10 +94,25 @@ class Residence:
             return plain
         return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas)
 
-    def states(self, inner: torch.optim.Optimizer, weights: Weights) -> StatesOnDisk:
-        """The object that holds masters and the optimizer's state on the disk."""
-        self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace)
+    def states(self, inner: torch.optim.Optimizer, weights: Weights, layout: Mapping[str, Any]) -> StatesOnDisk:
+        """The object that holds masters and the optimizer's state on the disk. layout: see `layout_of`."""
+        self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace, self.journal, layout)
         return self._states
+
+    def pieces(self, inner: SummingOptimizer, weights: Weights, parts: Mapping[str, Part]) -> PiecesOnDisk:
+        """The same of an optimizer that looks across matrices. parts: what this rank has of them, by parameter."""
+        self._pieces = PiecesOnDisk(self.options, inner, weights, self.meter, self.pace, parts)
+        return self._pieces
+
+    def commit(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
+        """Write a step of a durable run, of which the snapshot lacks masters and states. Raises ThinwireError."""
+        assert self.journal is not None and self._states is not None
+        with self.meter.waiting():
+            try:
+                snapshot.own |= self._states.keep()
+                self.journal.write(step, snapshot, about)
+            except OSError as error:
+                raise ThinwireError(f"store {self.journal.folder}: step {step} can't be kept: {error}") from error
 
     def after_update(self) -> None:
         """After the first steps have shown how much memory they need, keep in memory what fits: weights first.
@@ -109,6 +131,8 @@ class Residence:
         if self._states is not None and self.options.optimizer == "auto":
             shelf = self._states.shelf
             shelf.stay(left // shelf.pool.slot_bytes)
+        if self._pieces is not None and self.options.optimizer == "auto":
+            self._pieces.stay(left)
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why)."""
@@ -125,6 +149,12 @@ class Residence:
                 f"{', '.join(map(self._told, shelf.kinds))}; {shelf.pool.num_bytes / 1e6:.1f} MB of memory for those "
                 "in passing",
             ))  # fmt: skip
+        if self._pieces is not None:
+            step_bytes += self._pieces.num_bytes
+            where = f"{self._pieces.num_bytes / 1e6:.3f} MB on this rank's disk, {options.folder}"
+            rows.append(("masters and optimizer state", where, why or "one piece of a tensor is in memory at a time"))
+        if self.journal is not None:
+            rows.append(self.journal.row)
         if self.replicas is not None:
             replicas = self.replicas
             step_bytes += replicas.total_bytes
@@ -138,7 +168,7 @@ class Residence:
         if self.num_layers:
             rows.append(("activations", f"{self.num_layers} layers keep their inputs", "the rest is computed again"))
         files = list(self._states.shelf.files.values()) if self._states is not None else []
-        files += [self.replicas.file] if self.replicas is not None else []
+        files += [each.file for each in (self.replicas, self._pieces) if each is not None]
         if not all(file.is_direct for file in files):
             rows.append(("O_DIRECT", "no", "this file system refuses it: pages are dropped after each write"))
         done = self.meter.snapshot()
@@ -157,5 +187,7 @@ class Residence:
         """Free memory and disk space."""
         if self._states is not None:
             self._states.shelf.close()
+        if self._pieces is not None:
+            self._pieces.close()
         if self.replicas is not None:
             self.replicas.close()

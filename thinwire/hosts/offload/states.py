@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
+from thinwire.hosts.offload.journal import SHELF, Journal
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.owned import slots_of, state_of_piece
 from thinwire.hosts.sharded.weights import Weights
@@ -20,6 +21,8 @@ from thinwire.state.portable import OPTIMIZER, Held, add_betas, report_optimizer
 from thinwire.tiers import PLAIN, Pace, Shelf, TierMeter
 
 MASTER = "master"
+# Name of the optimizer's numbers by parameter, in a rank's own state.
+NUMBERS = "numbers"
 
 
 @dataclass(eq=False)
@@ -66,8 +69,9 @@ class StatesOnDisk:
     """
 
     def __init__(
-        self, residency: Residency, inner: torch.optim.Optimizer, weights: Weights, meter: TierMeter, pace: Pace
-    ) -> None:
+        self, residency: Residency, inner: torch.optim.Optimizer, weights: Weights, meter: TierMeter, pace: Pace,
+        journal: Journal | None, layout: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self.inner, self.units = inner, weights.units
         self._starts: dict[FlatBucket, int] = {}
         numel = 0
@@ -79,11 +83,20 @@ class StatesOnDisk:
         states = (kind for kind, like in self._like.items() if isinstance(like, Tensor) and like.dim())
         kinds = {MASTER: PLAIN} | {kind: residency.coding(kind) for kind in states}
         size = residency.sub_group_numel(len(kinds))
-        self.shelf = Shelf(residency.folder, kinds, numel, size, meter, pace)
+        folder = residency.folder if journal is None else journal.folder
+        self.shelf = Shelf(folder, kinds, numel, size, meter, pace, is_durable=journal is not None)
         self._parts: dict[int, list[StatePart]] = defaultdict(list)
         before = self._lay_out(grouped)
         self._twin = twin_of(inner)
-        self._fill(before, weights)
+        found = None
+        if journal is not None:
+            found, self.shelf.before_put = journal.find(self.shelf, layout), journal.forget_older
+        if found is None:
+            self._fill(before, weights)
+        else:
+            self._go_on(found.own(NUMBERS))
+        for bucket in self._starts:
+            bucket.away = self
 
     def _lay_out(self, grouped: Sequence[Sequence[Slot]]) -> dict[str, dict[str, Any]]:
         """Cut every parameter's elements into sub-groups. Take the optimizer's state for each out of the optimizer."""
@@ -108,7 +121,6 @@ class StatesOnDisk:
             for bucket, low, high in self._buckets_in(start, end):
                 first = self._starts[bucket]
                 tensors[MASTER][low - start : high - start] = weights.own(bucket)[low - first : high - first]
-                bucket.away = self
             for part in self._parts[record]:
                 held = before.get(part.slot.name, {})
                 at = part.start - part.bucket_start - part.slot.owned.start
@@ -119,6 +131,20 @@ class StatesOnDisk:
                 part.numbers = {kind: _copied(value) for kind, value in held.items() if kind not in tensors}
             self.shelf.put(record)
         self.shelf.flush()
+
+    def keep(self) -> dict[str, Any]:
+        """Wait until all of it is on a durable shelf. Return the numbers from which another process goes on."""
+        known = (parts[0] for parts in _by_parameter(self._parts).values() if parts[0].is_known)
+        numbers = {part.slot.name: {kind: _number(value) for kind, value in part.numbers.items()} for part in known}
+        return {SHELF: self.shelf.keep(), NUMBERS: numbers}
+
+    def _go_on(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continue from what is on the shelf, with the numbers that `keep` returned."""
+        for part in (part for parts in self._parts.values() for part in parts):
+            part.is_known = part.slot.name in numbers
+            for kind, number in numbers.get(part.slot.name, {}).items():
+                like = self._like[kind]
+                part.numbers[kind] = torch.tensor(number, dtype=like.dtype) if isinstance(like, Tensor) else number
 
     def _buckets_in(self, start: int, end: int) -> Iterator[tuple[FlatBucket, int, int]]:
         """Yield buckets of which elements [first, last) lie in [start, end)."""
@@ -208,8 +234,7 @@ class StatesOnDisk:
             add_betas(snapshot, first.slot.name, self.inner.param_groups[first.group])
             for kind, value in first.numbers.items():
                 if value is not None:
-                    number = value.item() if isinstance(value, Tensor) else value
-                    snapshot.scalars.setdefault(kind, {})[first.slot.name] = number
+                    snapshot.scalars.setdefault(kind, {})[first.slot.name] = _number(value)
         return snapshot
 
     @torch.no_grad()
@@ -244,6 +269,10 @@ def _by_parameter(parts: Mapping[int, Sequence[StatePart]]) -> dict[str, list[St
         for part in parts[record]:
             found[part.slot.name].append(part)
     return found
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _copied(value: Any) -> Any:

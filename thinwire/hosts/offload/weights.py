@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from thinwire.hosts.offload.replicas import Replicas
-from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.guard import Hook
 from thinwire.hosts.sharded.passing import tensors_in
 from thinwire.hosts.sharded.seeds import Seeds
@@ -26,6 +30,8 @@ _HOSTS: WeakKeyDictionary[nn.Module, WeightsOnDisk] = WeakKeyDictionary()
 class WeightsOnDisk(Weights):
     """Loads a bucket on first use of its weights, in forward, backward or recomputation.
 
+    Of an embedding that is not in memory, only the rows of a batch's tokens are read.
+
     An update takes buckets in order of forward. While one bucket's differences arrive, the next one is read and the
     last one is written.
     """
@@ -38,6 +44,7 @@ class WeightsOnDisk(Weights):
         model.register_forward_pre_hook(Hook(lambda *_: self._enter()))
         model.register_forward_hook(Hook(lambda *_: self._exit()), always_call=True)
         unit_of = {id(slot.param): unit for unit in units for slot in unit.slots}
+        self._tables: set[nn.Module] = set()
         self._units_of: dict[nn.Module, list[LiveUnit]] = {}
         for module in model.modules():
             own = [unit_of[id(param)] for param in module.parameters(recurse=False) if id(param) in unit_of]
@@ -45,8 +52,15 @@ class WeightsOnDisk(Weights):
             _HOSTS[module] = self
             self._units_of[module] = large
             replicas.fit([unit.buckets[0] for unit in large])
-            if large:
+            if large and looks_up(module):
+                (slot,) = (slot for slot in large[0].slots if slot.param is module._parameters["weight"])
+                replicas.add_rows(slot)
+                self._tables.add(module)
+                module.forward = partial(self._look_up, module, slot, large)  # type: ignore[method-assign]
+            elif large:
                 module.register_forward_hook(Hook(lambda *given, large=large: self._watch(large, given[-1])))
+
+        replicas.end_update()
 
     def _enter(self) -> None:
         context = torch.autograd.graph.saved_tensors_hooks(self.replicas.pack, self.replicas.unpack)
@@ -63,9 +77,19 @@ class WeightsOnDisk(Weights):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self.bring(units))
 
+    def _look_up(self, module: nn.Embedding, slot: Slot, units: list[LiveUnit], tokens: Tensor) -> Tensor:
+        """The forward of an embedding, which reads the rows of its tokens alone."""
+        super().bring(units)
+        with torch.no_grad():
+            rows = self.replicas.rows(slot, tokens)
+        if rows is None:
+            return F.embedding(tokens, slot.param, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq)
+        return LookedUp.apply(slot.param, tokens, rows, module.padding_idx, module.scale_grad_by_freq)
+
     def send(self, updated: Iterable[LiveUnit]) -> None:
         self.replicas.begin_update()
         super().send(updated)
+        self.replicas.end_update()
 
     def send_next(self) -> None:
         if not self.unsent:
@@ -102,6 +126,9 @@ class WeightsOnDisk(Weights):
         with self.replicas.held(bucket):
             yield bucket
 
+    def reads_rows(self, module: nn.Module) -> bool:
+        return module in self._tables
+
     def shard(self, bucket: FlatBucket) -> Tensor:
         self.replicas.bring(bucket)
         return bucket.shard
@@ -131,6 +158,30 @@ class WeightsOnDisk(Weights):
                     bucket.set_masters(bucket.own.float())
                 self.replicas.changed(bucket)
             self.replicas.make_room()
+
+
+def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether a module takes rows of its weight and does nothing else."""
+    is_plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return is_plain and module.max_norm is None and not module.sparse and "forward" not in vars(module)
+
+
+class LookedUp(torch.autograd.Function):
+    """Rows that were read of an embedding's weight, with the gradient that torch's embedding has."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, tokens: Tensor, rows: Tensor, padding_idx: int | None, by_frequency: bool
+    ) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.given = len(weight), -1 if padding_idx is None else padding_idx, by_frequency
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        return torch.ops.aten.embedding_dense_backward(grad, tokens, *ctx.given), None, None, None, None
 
 
 @contextmanager

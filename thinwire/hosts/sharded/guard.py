@@ -68,12 +68,14 @@ def _copy_of_hook() -> Callable[..., None]:
     return _do_nothing
 
 
-def guard(module: nn.Module, wait: Callable[[], None]) -> None:
+def guard(module: nn.Module, wait: Callable[[], None], *, forward: bool = True) -> None:
     """Call `wait` before any access to the module's own parameters through the module.
 
     A forward hook alone would miss a parent module that uses a child's weight without calling the child, and code that
     reads weights between steps. Recurrent layers read their weights from a list of their own, which the hook covers.
-    Tensors that were taken out of the module earlier are not guarded.
+    Tensors that were taken out of the module earlier are not guarded. forward: False for a module whose forward waits
+    for what it needs itself.
     """
     module._parameters = Waiting(module._parameters, wait)
-    module.register_forward_pre_hook(Hook(lambda *_: wait()))
+    if forward:
+        module.register_forward_pre_hook(Hook(lambda *_: wait()))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from thinwire import _compat
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
+from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
@@ -22,16 +23,18 @@ from thinwire.hosts.sharded.gradients import Gradients
 from thinwire.hosts.sharded.guard import guard
 from thinwire.hosts.sharded.held import HeldGradients
 from thinwire.hosts.sharded.memory import Memory
-from thinwire.hosts.sharded.owned import States, StatesInMemory
+from thinwire.hosts.sharded.owned import Owned, States, StatesInMemory
 from thinwire.hosts.sharded.passing import PassingWeights
 from thinwire.hosts.sharded.seeds import Seeds
-from thinwire.hosts.sharded.state import ShardedState
+from thinwire.hosts.sharded.state import ShardedState, layout_of
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.hosts.sums import JoinedSums, looking_across
 from thinwire.layout.buckets import BucketLayout, Unit, sent_by
+from thinwire.methods.interface import Cuts
 from thinwire.methods.sharded import ShardedMethod, cut_by
-from thinwire.methods.sums import ParamGroups
+from thinwire.methods.sums import ParamGroups, parts_of
 from thinwire.optim import SummingOptimizer
+from thinwire.optim.sums import Bring
 from thinwire.state.agreement import StepStatus
 from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
@@ -109,7 +112,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         if has_masters:
             self.states = held = StatesInMemory(inner, self.units)
             if isinstance(inner, SummingOptimizer):
-                self._sums = self._join(inner, held, across)
+                self._sums = self._join(inner, held.owned, across)
         self.memory = Memory(method, self.buckets)
         # The base class gives step hooks and profiling; params and state stay the inner optimizer's.
         self._complete = False
@@ -127,8 +130,13 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             self.tiers, self.weights_pass = residence.meter, residence.replicas is not None
             comes_and_goes = is_cut or self.weights_pass
             self._weights = residence.weights(self._weights, model)
-            if not has_masters:
-                self.states = residence.states(inner, self._weights)
+            if not has_masters and isinstance(inner, SummingOptimizer):
+                cuts = [(comm.rank, own) for comm, own in self._cuts(across)]
+                parts = {name: part for rank, own in cuts for name, part in parts_of(own, rank, across).items()}
+                self.states = pieces = residence.pieces(inner, self._weights, parts)
+                self._sums = self._join(inner, pieces.owned, across, pieces.bring)
+            elif not has_masters:
+                self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets))
         self._saved = ShardedState(method, self.states, self._weights, self.comm, self.buckets, self.memory.state)
         self._gradients = Gradients(self.units, self._weights, self._seeds, releases=self.weights_pass)
         if overlap or comes_and_goes:
@@ -136,18 +144,29 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._residence = residence
         if residence is not None and residence.sampler is not None:
             residence.sampler.seed = partial(self._seeds.activations, ranks.comm.rank)
+        if residence is not None and residence.journal is not None:
+            self.journal = residence.journal
+            if (found := self.journal.found) is not None:
+                self._saved.go_on(found)
+                self._go_on(found.common)
 
-    def _join(self, inner: SummingOptimizer, states: StatesInMemory, across: ParamGroups) -> JoinedSums:
-        held = {owned.slot.name: owned.master for owned in states.owned if owned.slot.name in across}
-        cuts = [(c, cut_by((b.layout for b in self.buckets if b.comm is c), across)) for c in self._comms]
-        return JoinedSums.of(inner, held, cuts, across, self._seeds.updates)
+    def _cuts(self, across: ParamGroups) -> list[tuple[Communicator, Cuts]]:
+        """How each group of ranks cuts the parameters that are looked across."""
+        return [(c, cut_by((b.layout for b in self.buckets if b.comm is c), across)) for c in self._comms]
+
+    def _join(
+        self, inner: SummingOptimizer, owned: Sequence[Owned], across: ParamGroups, bring: Bring | None = None
+    ) -> JoinedSums:
+        held = {each.slot.name: each.master for each in owned if each.slot.name in across}
+        return JoinedSums.of(inner, held, self._cuts(across), across, self._seeds.updates, bring)
 
     def _guard_weights(self) -> None:
         unit_of = {id(slot.param): unit for unit in self.units for slot in unit.slots}
         for module in self.model.modules():
             own = [unit_of[id(param)] for param in module.parameters(recurse=False) if id(param) in unit_of]
             if own:
-                guard(module, partial(self._weights.bring, list(dict.fromkeys(own))))
+                wait = partial(self._weights.bring, list(dict.fromkeys(own)))
+                guard(module, wait, forward=not self._weights.reads_rows(module))
 
     @property
     def steps(self) -> int:
@@ -250,6 +269,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             if any(param.requires_grad for param in self._frozen):
                 raise RuntimeError("a parameter was frozen when zero() was called and is not now: call zero() again")
             self._gradients.finish()
+            self._release()
             self._grad_norm = self._agree()
             self._gradients.refuse_changed()
         return self._grad_norm
@@ -257,10 +277,16 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     def _update(self) -> None:
         self._weights.settle()
         self._weights.send(self.states.step(self._gradients.used))
-        if not self.overlap:
+        if not self.overlap or self.weights_pass:
             self._weights.wait_all()
+            self._release()
         if self._residence is not None:
             self._residence.after_update()
+
+    def _release(self) -> None:
+        """Between two phases of a step, free what packets were made in, if weights do not fit in memory either."""
+        for comm in self._comms if self.weights_pass else ():
+            comm.release()
 
     def _scale(self, factor: float) -> None:
         for bucket in self.buckets:
@@ -381,6 +407,17 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._weights.free()
         self._saved.restore(source)
         self._go_on(source.common)
+
+    def commit(
+        self, own: Mapping[str, Any], common: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None
+    ) -> None:
+        if self._residence is None or self.journal is None:
+            raise ConfigError("commit: no residency keeps steps; nearest: thinwire.Residency(store=..., durable=True)")
+        self._weights.settle()
+        snapshot = self._saved.without_states(self._numbers())
+        snapshot.own |= own
+        snapshot.common |= common or {}
+        self._residence.commit(self.steps, snapshot, about or {})
 
     def _numbers(self) -> dict[str, Any]:
         return {

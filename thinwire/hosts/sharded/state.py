@@ -49,13 +49,23 @@ class ShardedState:
 
     def snapshot(self, numbers: Mapping[str, Any]) -> Snapshot:
         """All state in pieces that any layout can load: views of the live tensors."""
+        return self.states.add_to(self.without_states(numbers))
+
+    def without_states(self, numbers: Mapping[str, Any]) -> Snapshot:
+        """The same without masters and the optimizer's state."""
         own, common = {MEMORY: self.memory.state_dict()}, {**numbers, "lossy_weights": self.is_lossy}
         shares = [share.below(MEMORY) for share in self.memory.shares()]
         snapshot = Snapshot(self.layout(), own=own, common=common, shares=shares, left={MEMORY: LEFT})
         for bucket in self.buckets:
             if bucket.layout.has_replica:
                 snapshot.pieces |= replicas(bucket, self.weights.own(bucket))
-        return self.states.add_to(snapshot)
+        return snapshot
+
+    @torch.no_grad()
+    def go_on(self, source: Source) -> None:
+        """Continue from what `without_states` saved on the same layout; masters and states are there. A collective."""
+        self._restore_weights(source)
+        self.memory.load_state_dict(source.own(MEMORY))
 
     @torch.no_grad()
     def restore(self, source: Source) -> None:
@@ -89,17 +99,22 @@ class ShardedState:
         return any(isinstance(wire, LevelFormat) and not wire.shards.traits.lossless for wire in wires)
 
     def layout(self) -> dict[str, Any]:
-        """The properties that must be equal for a state to be loaded as it is."""
-        levels = self.buckets[0].layout.levels
-        slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        shapes = [(slot.name, tuple(slot.span.shape), str(slot.param.dtype)) for slot in slots]
-        return {
-            "rank": self.comm.rank,
-            "world_size": self.comm.world_size,
-            "local_size": self.comm.topology.local_size,
-            "strategy": repr((self.method.matrix(), self.method.vector())),
-            "gradient memory": str(self.method.gradient_memory([])),
-            "levels": [levels.weights_over, levels.gradients_over],
-            "parameters": short_digest(shapes),
-            "bucket_numels": [bucket.layout.numel for bucket in self.buckets],
-        }
+        """See `layout_of`."""
+        return layout_of(self.method, self.comm, self.buckets)
+
+
+def layout_of(method: ShardedMethod, comm: Communicator, buckets: Sequence[FlatBucket]) -> dict[str, Any]:
+    """The properties that must be equal for a state to be loaded as it is."""
+    levels = buckets[0].layout.levels
+    slots = [slot for bucket in buckets for slot in bucket.slots]
+    shapes = [(slot.name, tuple(slot.span.shape), str(slot.param.dtype)) for slot in slots]
+    return {
+        "rank": comm.rank,
+        "world_size": comm.world_size,
+        "local_size": comm.topology.local_size,
+        "strategy": repr((method.matrix(), method.vector())),
+        "gradient memory": str(method.gradient_memory([])),
+        "levels": [levels.weights_over, levels.gradients_over],
+        "parameters": short_digest(shapes),
+        "bucket_numels": [bucket.layout.numel for bucket in buckets],
+    }

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
@@ -114,6 +114,10 @@ class Weights:
     def held(self, bucket: FlatBucket) -> Iterator[FlatBucket]:
         """Context with the bucket's weights in memory, where they may be changed."""
         yield bucket
+
+    def reads_rows(self, module: nn.Module) -> bool:
+        """Whether a module's forward brings the rows of its weight that it needs, and no others."""
+        return False
 
     def shard(self, bucket: FlatBucket) -> Tensor:
         """The compute weights of a bucket on this rank. Read them before you ask for another bucket's."""

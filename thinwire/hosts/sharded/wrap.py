@@ -126,7 +126,7 @@ def zero(
         from thinwire.hosts.offload.residence import Residence
 
         residency = settled(residency, method, model, ranks.comm.topology)
-        residence = Residence.of(residency, model, inner=optimizer, units=units, device=device)
+        residence = Residence.of(residency, model, inner=optimizer, units=units, device=device, comm=ranks.comm)
     sharded = ShardedOptimizer(
         model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes,
         residence=residence, initial=initial,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
+from thinwire.methods.memory.residency import Residency
 from thinwire.methods.sharded import ShardedMethod
 
 
@@ -18,3 +19,16 @@ def resident_method(method: object, axes: Collection[str] = ()) -> ShardedMethod
     if beside := sorted(set(axes) - {"data"}):
         raise ConfigError(f"residency beside an axis {beside[0]}: not supported; nearest: data alone")
     return method
+
+
+def check_across(residency: Residency, optimizer: str, *, streams: bool) -> None:
+    """Raise ConfigError for options that don't suit an optimizer that looks across matrices. streams: see it."""
+    what = f"residency: {optimizer} looks across matrices, and "
+    problems = Problems()
+    if not streams:
+        problems.messages.append(f"{what}would hold all of them at once; nearest: adamw or apollo")
+    if not residency.codec.traits.lossless:
+        problems.messages.append(f"{what}its state stays fp32; nearest: --residency.states fp32")
+    if residency.durable:
+        problems.messages.append(f"{what}its pieces have one slot each; nearest: adamw, or no --residency.durable")
+    problems.raise_any()

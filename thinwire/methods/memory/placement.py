@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from thinwire.collectives import Topology
+from thinwire.layout.buckets import Unit
 from thinwire.methods.memory.floor import NUM_STATES, Floor, units_of
 from thinwire.methods.memory.residency import FP32_BYTES, Residency
 from thinwire.methods.sharded import ShardedMethod
@@ -39,8 +40,9 @@ def placed(
     """The parts of a rank's training after the free memory is known; see `Residence.after_update`.
 
     With W bytes of weights on the disk, of which C stay in memory, and m micro-batches, a step reads (2 m + 1) (W - C),
-    or (3 m + 1) (W - C) if layers are recomputed, and writes W, or nothing if all stay. States are read and written
-    except those that stay.
+    or (3 m + 1) (W - C) if layers are recomputed, and writes W, or nothing if all stay. Tables of which a forward takes
+    rows are read once, for the update, and stay last; their rows are not counted. States are read and written
+    except those that stay. A durable step writes all of them, and the weights that belong to this rank's masters.
 
     residency: without "auto" for weights. kept: bytes that a forward keeps. model: only its shapes are used.
     """
@@ -54,12 +56,16 @@ def placed(
             yield MemoryPart(name, num_bytes)
     yield MemoryPart("activations", kept)
     if residency.weights == "disk":
-        sizes = [FP32_BYTES * unit.numel for unit in units_of(method, model, topology) if unit.numel >= SMALL_NUMEL]
+        large = [unit for unit in units_of(method, model, topology) if unit.numel >= SMALL_NUMEL]
+        sizes, by_rows = [FP32_BYTES * unit.numel for unit in large], looked_up(model)
+        tables = sum(size for size, unit in zip(sizes, large, strict=True) if by_rows.issuperset(names_of(unit)))
         total, least = sum(sizes), min(2 * max(sizes, default=0), sum(sizes))
         staying = min(total, least + left)
         left -= staying - least
         passes = micro_batches * (3 if residency.activations == "recompute" else 2) + 1
-        read, written = passes * (total - staying), 0 if staying == total else total
+        used = total - tables
+        read = passes * max(0, used - staying) + min(tables, total - staying)
+        written = 0 if staying == total else total
         yield MemoryPart("weights", plan.weights - total + staying, total, read, written)
     else:
         yield MemoryPart("weights", plan.weights)
@@ -68,9 +74,22 @@ def placed(
     else:
         whole = int(residency.state_share * plan.optimizer)
         staying = min(whole, left) if residency.optimizer == "auto" else 0
-        moved = whole - staying
-        disk = residency.disk_bytes(plan.optimizer)
-        yield MemoryPart("masters and optimizer state", min(passing + staying, plan.optimizer), disk, moved, moved)
+        written = whole + plan.optimizer // NUM_STATES if residency.durable else whole - staying
+        disk, held = residency.disk_bytes(plan.optimizer), min(passing + staying, plan.optimizer)
+        yield MemoryPart("masters and optimizer state", held, disk, whole - staying, written)
+
+
+def looked_up(model: nn.Module) -> set[str]:
+    """The names of the weights that only embeddings use."""
+    uses = [(f"{path}.{name}", param, module) for path, module in model.named_modules() for name, param in
+            module.named_parameters(recurse=False)]  # fmt: skip
+    elsewhere = {id(param) for _, param, module in uses if not isinstance(module, nn.Embedding)}
+    return {name for name, param, _ in uses if id(param) not in elsewhere}
+
+
+def names_of(unit: Unit) -> set[str]:
+    """The names of the parameters in a unit."""
+    return {name for layout in unit.layouts for name in layout.names}
 
 
 def efficiency(tokens: int, disk_rate: float, flops: float) -> float:

@@ -72,6 +72,8 @@ class Residency:
     is estimated without bias; auto: in `thinwire train`, recompute if the budget needs it."""
     sub_group: int | None = None
     """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget."""
+    durable: bool = False
+    """Keep every step on the disk, in two slots, so that a killed run goes on behind its last one."""
     disk_rate: str | None = None
     """Limit reads and writes together to a rate such as 500MB/s, to try out a slower disk."""
 
@@ -95,6 +97,11 @@ class Residency:
             problems.messages.append(
                 f"--residency.states {self.states}: moments on a disk, and --residency.optimizer is memory; nearest: "
                 "--residency.optimizer disk, or --residency.states fp32"
+            )
+        if self.durable is True and self.optimizer == "memory":
+            problems.messages.append(
+                "--residency.durable: keeps what lies on a disk, and --residency.optimizer is memory; nearest: "
+                "--residency.optimizer disk"
             )
         problems.raise_any()
 
@@ -142,11 +149,13 @@ class Residency:
     def disk_bytes(self, state_bytes: int) -> int:
         """Bytes on the disk for masters and two moments of `state_bytes` bytes in fp32.
 
-        Moments that are stored as integers have a second place on the disk, where they are fp32 for a checkpoint.
+        Moments that are stored as integers have a second place on the disk, where they are fp32 for a checkpoint. A
+        durable step has two slots of all, and of the weights that belong to the masters.
         """
-        if self.codec.traits.lossless:
-            return state_bytes
-        return int(self.state_share * state_bytes) + state_bytes * 2 // 3
+        slots = 2 if self.durable else 1
+        weights = slots * state_bytes // 3 if self.durable else 0
+        plain = 0 if self.codec.traits.lossless else state_bytes * 2 // 3
+        return slots * int(self.state_share * state_bytes) + plain + weights
 
     def sub_group_numel(self, num_kinds: int) -> int:
         """Elements of a sub-group with `num_kinds` fp32 numbers each; three sub-groups are in memory at a time."""

@@ -1,0 +1,269 @@
+"""Masters and state of an optimizer that looks across matrices, on a disk, one piece at a time."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
+from thinwire.errors import ThinwireError
+from thinwire.hosts.offload.states import twin_of
+from thinwire.hosts.sharded.bucket import FlatBucket
+from thinwire.hosts.sharded.owned import Owned, slots_of, state_of_piece
+from thinwire.hosts.sharded.weights import Weights
+from thinwire.methods.memory import Residency
+from thinwire.optim import Part, Shards, SummingOptimizer
+from thinwire.state.elementwise import state_kinds
+from thinwire.state.portable import Held, add_optimizer, records_of, report_optimizer, rescale, state_for
+from thinwire.tiers import BLOCK_BYTES, DiskFile, Pace, TierMeter
+from thinwire.tiers.pool import aligned, pages
+
+FP32_BYTES = 4
+# Bytes that pass between a piece and the disk at once.
+CHUNK_BYTES = 4 << 20
+# Of a piece: its master and at most so many kinds of state begin with a block.
+MOST_TENSORS = 4
+
+
+@dataclass(eq=False)
+class PieceSpot:
+    """Where a piece and its state lie. stored: what is on the disk, each tensor with its place and checksums."""
+
+    owned: Owned
+    place: int
+    num_bytes: int
+    stays: bool = False
+    is_here: bool = True
+    stored: list[tuple[Tensor, int, list[int]]] = field(default_factory=list)
+
+
+class PiecesOnDisk:
+    """This rank's pieces of the masters, with the optimizer's state for each, on a disk.
+
+    The optimizer brings a piece whenever a part of its update needs it, see `SummingOptimizer.step`. What it has not
+    changed is not written again. Updated masters lie in the `shard_grad` of their bucket until the next reduction.
+
+    parts: see Part, by parameter; of those that are cut and looked across.
+
+    Raises ConfigError if the disk has not enough space.
+    """
+
+    def __init__(
+        self, residency: Residency, inner: SummingOptimizer, weights: Weights, meter: TierMeter, pace: Pace,
+        parts: Mapping[str, Part],
+    ) -> None:  # fmt: skip
+        self.inner, self.units, self.meter = inner, weights.units, meter
+        self._chunk = pages(CHUNK_BYTES)
+        self._buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        grouped = slots_of(inner, self._buckets)
+        slots = [slot for group in grouped for slot in group if slot.owned.start < slot.owned.stop]
+        sizes = [self._most_bytes(slot.owned.stop - slot.owned.start, parts.get(slot.name)) for slot in slots]
+        self.file = DiskFile(residency.folder, sum(sizes), meter, pace)
+        self.spots: dict[Tensor, PieceSpot] = {}
+        place = 0
+        for group, own in zip(inner.param_groups, grouped, strict=True):
+            group["params"] = []
+            for slot in own:
+                held = inner.state.pop(slot.param, None)
+                if slot not in slots:
+                    continue
+                piece = weights.own(slot.bucket)[slot.owned].float().clone()
+                num_bytes = sizes[len(self.spots)]
+                self.spots[piece] = spot = PieceSpot(Owned(slot, piece), place, num_bytes)
+                place += num_bytes
+                group["params"].append(piece)
+                if held:
+                    # It is cut further when the pieces are joined.
+                    inner.state[piece] = state_of_piece(held, slot)
+                else:
+                    self._put_away(spot)
+        for bucket in self._buckets:
+            bucket.away = self
+
+    def _most_bytes(self, numel: int, part: Part | None) -> int:
+        kept = 2 * numel if part is None else self.inner.num_kept(part)
+        return aligned(FP32_BYTES * (numel + kept)) + MOST_TENSORS * BLOCK_BYTES
+
+    @property
+    def owned(self) -> list[Owned]:
+        """See StatesInMemory."""
+        return [spot.owned for spot in self.spots.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the disk."""
+        return sum(spot.num_bytes for spot in self.spots.values())
+
+    @contextmanager
+    def bring(self, piece: Tensor, is_last: bool = False) -> Iterator[None]:
+        """Context with a piece and its state in memory, where they may be changed. is_last: its step ends with it."""
+        spot = self.spots[piece]
+        with self.meter.waiting():
+            self._bring(spot)
+        yield
+        if is_last:
+            spot.owned.grad.copy_(piece)
+        if not spot.stays:
+            with self.meter.waiting():
+                self._put_away(spot)
+
+    def stay(self, num_bytes: int) -> None:
+        """Let pieces stay in memory, each from its next use on, as many as fit into so many bytes."""
+        for spot in self.spots.values():
+            if spot.num_bytes <= num_bytes and not spot.stays:
+                spot.stays = True
+                num_bytes -= spot.num_bytes
+
+    def step(self, used: Collection[str]) -> Iterator[Any]:
+        """See States."""
+        stepped = {spot.owned.master for spot in self.spots.values() if spot.owned.slot.name in used}
+        for piece, spot in self.spots.items():
+            piece.grad = spot.owned.grad if piece in stepped else None
+        self.inner.step()
+        for bucket in self._buckets:
+            self._clear_padding(bucket)
+        for piece in self.spots:
+            piece.grad = None
+            if piece not in stepped:
+                with self.bring(piece, is_last=True):
+                    pass
+        yield from self.units
+
+    def _clear_padding(self, bucket: FlatBucket) -> None:
+        """Zero the elements of `shard_grad` that belong to no piece, as those of masters are."""
+        at = 0
+        for slot in sorted((s.owned.slot for s in self._of(bucket)), key=lambda slot: slot.owned.start):
+            bucket.shard_grad[at : slot.owned.start] = 0
+            at = slot.owned.stop
+        bucket.shard_grad[at:] = 0
+
+    def _of(self, bucket: FlatBucket) -> list[PieceSpot]:
+        return [spot for spot in self.spots.values() if spot.owned.slot.bucket is bucket]
+
+    def masters(self, bucket: FlatBucket) -> Tensor:
+        """See Away."""
+        found = torch.zeros_like(bucket.shard_grad)
+        for spot in self._of(bucket):
+            with self.bring(spot.owned.master):
+                found[spot.owned.slot.owned] = spot.owned.master
+        return found
+
+    def set_masters(self, bucket: FlatBucket, values: Tensor, first: int) -> None:
+        """See Away."""
+        for spot in self._of(bucket):
+            own = spot.owned.slot.owned
+            low, high = max(first, own.start), min(first + len(values), own.stop)
+            if low < high:
+                with self.bring(spot.owned.master):
+                    spot.owned.master[low - own.start : high - own.start] = values[low - first : high - first]
+
+    def add_to(self, snapshot: Snapshot) -> Snapshot:
+        """See States. The pieces are saved from the disk, while training waits."""
+        shadow, held = twin_of(self.inner), dict[str, Held]()
+        assert isinstance(shadow, SummingOptimizer) and self.inner.shards is not None
+        parts, seen = dict[Tensor, Part](), dict[Tensor, Tensor]()
+        for piece, spot in self.spots.items():
+            self._write(spot)
+            mapped = {tensor: self._mapped(tensor, place) for tensor, place, _ in spot.stored}
+            seen[piece], state = mapped[piece], self.inner.state.get(piece, {})
+            if state:
+                shadow.state[seen[piece]] = {
+                    kind: mapped.get(value, value) if isinstance(value, Tensor) else value
+                    for kind, value in state.items()
+                }
+            if piece in self.inner.shards.parts:
+                parts[seen[piece]] = self.inner.shards.parts[piece]
+            held[spot.owned.slot.name] = replace(spot.owned.held, tensor=seen[piece])
+        shadow.shards = Shards(parts)
+        shadow.param_groups = [
+            {**group, "params": [seen[piece] for piece in group["params"]]} for group in self.inner.param_groups
+        ]
+        snapshot.in_place = True
+        return add_optimizer(snapshot, shadow, held)
+
+    @torch.no_grad()
+    def restore(self, source: Source) -> None:
+        """See States."""
+        kinds_of = state_kinds(self.inner, list(self.spots))
+        groups = {piece: group for group in self.inner.param_groups for piece in group["params"]}
+        self.inner.state.clear()
+        rescaled, fresh = set[str](), 0
+        for (piece, spot), kinds in zip(self.spots.items(), kinds_of, strict=True):
+            name, mine = spot.owned.slot.name, spot.owned.held
+            spot.stored = spot.stored[:1]
+            with self.bring(piece):
+                pieces: dict[str, Piece] = {f"{WEIGHTS}/{name}": mine.piece()}
+                state = state_for(source, kinds, name, mine, pieces, records=records_of(self.inner, mine))
+                source.read(pieces)
+                if state:
+                    self.inner.state[piece] = state
+                fresh += not state and bool(kinds)
+                rescaled.update(rescale(source, name, state, groups[piece]))
+        report_optimizer(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(self.spots), rescaled)
+
+    def close(self) -> None:
+        """Free the disk space."""
+        self.file.close()
+
+    def _tensors(self, spot: PieceSpot) -> Sequence[Tensor]:
+        """The master, and the state's tensors."""
+        state = self.inner.state.get(spot.owned.master, {})
+        return [spot.owned.master, *(value for value in state.values() if isinstance(value, Tensor) and value.dim())]
+
+    def _bring(self, spot: PieceSpot) -> None:
+        if spot.is_here:
+            return
+        for tensor, place, sums in spot.stored:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            for (start, part, space), expected in zip(self._chunks(tensor), sums, strict=True):
+                self.file.read(place + start, space)
+                if zlib.crc32(space.numpy().data) != expected:
+                    name = spot.owned.slot.name
+                    raise ThinwireError(
+                        f"store {self.file.folder}: {name!r} is not what was written: the disk is damaged"
+                    )
+                part.copy_(space[: len(part)])
+        spot.is_here = True
+
+    def _chunks(self, tensor: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (first byte, these bytes of a tensor, memory for whole blocks of them)."""
+        octets = tensor.detach().view(-1).view(torch.uint8)
+        for start in range(0, len(octets), CHUNK_BYTES):
+            part = octets[start : start + CHUNK_BYTES]
+            yield start, part, self._chunk[: aligned(len(part))]
+
+    def _put_away(self, spot: PieceSpot) -> None:
+        self._write(spot)
+        for tensor in self._tensors(spot):
+            tensor.untyped_storage().resize_(0)
+        spot.is_here = False
+
+    def _write(self, spot: PieceSpot) -> None:
+        """Write what has changed of a piece that is in memory."""
+        if not spot.is_here:
+            return
+        before = {(tensor, place): sums for tensor, place, sums in spot.stored}
+        at, spot.stored = spot.place, []
+        for tensor in self._tensors(spot):
+            sums, known = list[int](), before.get((tensor, at), [])
+            for number, (start, part, space) in enumerate(self._chunks(tensor)):
+                # Not from the tensor itself: a view of numpy's would pin its memory.
+                space[: len(part)], space[len(part) :] = part, 0
+                sums.append(zlib.crc32(space.numpy().data))
+                if known[number : number + 1] != sums[-1:]:
+                    self.file.write(at + start, space)
+            spot.stored.append((tensor, at, sums))
+            at += aligned(tensor.nbytes)
+        assert at <= spot.place + spot.num_bytes
+
+    def _mapped(self, tensor: Tensor, place: int) -> Tensor:
+        """A stored tensor as a view of the file."""
+        if not tensor.numel():
+            return tensor
+        return self.file.mapped(place, tensor.nbytes).view(tensor.dtype).view(tensor.shape)

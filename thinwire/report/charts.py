@@ -119,7 +119,7 @@ def bytes_figure(run: RunFiles) -> Figure:
         sent = bin.mean("sent_bytes")
         chart.bar(bin.left, bin.right, 0, sent / size, "sent")
         chart.hover(bin.left, bin.right, f"{bin.name}: {bytes_text(sent)} sent")
-    legend = [("sent", f"sent: median {bytes_text(run.typical('sent_bytes'))}")]
+    legend = [("sent", f"sent: {run.typical_of} {bytes_text(run.typical('sent_bytes'))}")]
     notes = ["Payload that rank 0 sent."]
     if math.isfinite(plain):
         chart.rule(plain / size, "plain")
@@ -147,8 +147,8 @@ def time_figure(run: RunFiles) -> Figure:
         words = ", ".join(f"{style} {seconds_text(seconds)}" for style, seconds in parts)
         chart.hover(bin.left, bin.right, f"{bin.name}: {seconds_text(total)} ({words})")
     legend = [
-        ("compute", f"computing: median {seconds_text(run.typical('compute_s'))}"),
-        ("waiting", f"waiting for communication: median {seconds_text(run.typical('exposed_comm_s'))}"),
+        ("compute", f"computing: {run.typical_of} {seconds_text(run.typical('compute_s'))}"),
+        ("waiting", f"waiting for communication: {run.typical_of} {seconds_text(run.typical('exposed_comm_s'))}"),
     ]
     if "other" in drawn:
         legend.append(("other", "other"))
@@ -170,7 +170,7 @@ def pipeline_figure(run: RunFiles) -> Figure:
         chart.hover(bin.left, bin.right, f"{bin.name}: {words}")
     chart.line(thin_out(predicted), "heldout")
     legend = [
-        ("compute", f"measured: median {seconds_text(run.typical('pipeline_s'))}"),
+        ("compute", f"measured: {run.typical_of} {seconds_text(run.typical('pipeline_s'))}"),
         ("heldout", f"predicted: {seconds_text(run.last('predicted_pipeline_s'))}"),
     ]
     idle, expected = run.typical("bubble"), run.last("predicted_bubble")

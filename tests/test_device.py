@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -190,3 +191,18 @@ def test_a_run_moves_between_devices(tmp_path: Path) -> None:
     assert "sums in another order" in rows[1]["resume proof"][2]
     assert "computed by cpu and by a stand-in before" in rows[2]["resume proof"][2]
     assert rows[3]["random state of the GPU"][1] == "new" and "random state of the GPU" not in rows[1]
+
+
+def test_two_files_alone_call_a_gpu() -> None:
+    """`device.py` for training and `staging.py` for messages, so that a stand-in for them is one for a GPU."""
+    package = Path(device.__file__).parent
+    calls = re.compile(r"^[^#\"]*torch\.cuda\.", re.MULTILINE)
+    users = {str(path.relative_to(package)) for path in package.rglob("*.py") if calls.search(path.read_text())}
+    assert users == {"device.py", "collectives/staging.py"}
+
+
+def test_tensors_of_the_cpu_wait_for_no_gpu() -> None:
+    place = torch.device("cpu")
+    device.check_current(place)
+    device.wait_for(place)
+    assert device.name_of(place) == "cpu" and device.random_state()[1] is None

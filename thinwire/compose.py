@@ -87,7 +87,7 @@ class Stage:
 
     pipeline: PipelineStage | None = None
     borders = ""
-    # The optimizer's step whose gradients `forward_backward` has made; None: no step's.
+    # The optimizer's step whose gradients `forward_backward` has made; None: there are none.
     _made_for: int | None = None
     _broke_off = False
 

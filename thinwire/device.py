@@ -1,7 +1,6 @@
-"""The device of a process: the CPU, or one GPU. All device-dependent code of training is here.
+"""The device of a process: the CPU, or one GPU. Only `collectives/staging.py`, for messages, calls torch.cuda too.
 
-`Device` is the CPU, `Cuda` a GPU. Each method that a GPU overrides is one or two calls of torch. Messages on a device
-are handled in `collectives`.
+`Device` is the CPU, `Cuda` a GPU. Each method that a GPU overrides is one or two calls of torch.
 """
 
 from __future__ import annotations
@@ -142,6 +141,43 @@ def choose(asked: str, num_workers: int) -> tuple[str, str]:
     if asked == "cuda":
         raise ConfigError(f"--device cuda: {why}; nearest: {nearest}")
     return "cpu", f"{why}; {nearest} trains on the GPU" if found else why
+
+
+# Of the CPU, and of this process's GPU if it has one.
+RandomState = tuple[Tensor, Tensor | None]
+
+
+def random_state() -> RandomState:
+    """The state of torch's own generators."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def set_random_state(state: RandomState) -> None:
+    """Go on from a state that `random_state` has given."""
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
+def name_of(place: torch.device) -> str:
+    """Name of the GPU at which tensors lie, or "cpu"."""
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+
+
+def check_current(place: torch.device) -> None:
+    """Raise ConfigError for a GPU that is not the current one."""
+    if place.type == "cuda" and place.index != torch.cuda.current_device():
+        raise ConfigError(
+            f"the model is on {place} and the current device is cuda:{torch.cuda.current_device()}: "
+            f"call torch.cuda.set_device({place.index}) first"
+        )
+
+
+def wait_for(place: torch.device) -> None:
+    """Wait until all work that is queued on a GPU is done; the CPU has none."""
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
 
 
 def take(kind: str, number: int) -> Device:

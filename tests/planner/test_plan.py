@@ -197,7 +197,7 @@ def test_the_best_ways_race_and_the_fastest_is_written(
     printed = capsys.readouterr().out
     # Two, two and one; the second of a race is the fastest.
     assert len(set(raced)) == len(raced) == 5 and "2 of 5 ways measured; the fastest: 0.5 s a step" in printed
-    assert "What the seconds of the 5 ways hang on: " in printed and "by the corrected prediction" in printed
+    assert "What the times of the 5 ways depend on: " in printed and "by the corrected prediction" in printed
     written, best = read_toml(out, Problems()), raced[1]
     assert f"micro_batch={written.micro_batch}" in best and best.startswith(written.strategy)
     with pytest.raises(ConfigError, match=r"--trials 1 and --verify 2: .*nearest: --trials 2 --verify 2"):

@@ -14,6 +14,7 @@ from thinwire.report import write_race_report
 from thinwire.report.race import figure_text, seconds_note
 from thinwire.report.race_charts import bar, style_of
 from thinwire.report.svg import LEFT
+from thinwire.report.units import sum_text
 from thinwire.report.verdict import verdict
 
 FIGURES: dict[str, Any] = {
@@ -183,3 +184,16 @@ def test_lines_have_names_and_the_difference_is_drawn(tmp_path: Path) -> None:
     losses = [{text.text for text in picture.iter("text")} for picture in pictures(page)[:3]]
     assert all({"zero", "same"} <= names for names in losses)
     assert "Loss less that of zero" in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "first", "words"),
+    [
+        (5.395, 3.554, "5.39 s = 3.55 s + 1.84 s"),
+        (5.396, 3.551, "5.40 s = 3.55 s + 1.85 s"),
+        (0.4046, 0.1005, "405 ms = 100 ms + 305 ms"),
+        (0.0, 0.0, "0 ms = 0 ms + 0 ms"),
+    ],
+)
+def test_the_figures_of_a_sum_add_up(seconds: float, first: float, words: str) -> None:
+    assert sum_text(seconds, first) == words

@@ -32,7 +32,9 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
         "run", workers=4, local_size=2, strategy="streaming-diloco", inner="sdp4bit", steps=1_000_000, timeout=20,
         **{"streamingdiloco.sync-every": 6, "streamingdiloco.num-fragments": 2},
     )  # fmt: skip
-    asked = ("kill rank=1 island=1 step=10", "kill rank=1 island=0 step=999999")
+    asked = (
+        "kill rank=1 island=1 step=10", "kill rank=1 island=0 step=999999", "corrupt island=1 operation=outer step=6",
+    )  # fmt: skip
     process = runner.start("train", *flags, *(word for text in asked for word in ("--inject", text)))
 
     def lines(name: str, key: str) -> list[dict]:
@@ -69,6 +71,7 @@ def test_an_island_that_died_comes_back_and_all_stop_at_the_same_step(tmp_path: 
     assert first["stopped"] == "SIGTERM" and first["steps"] == second["steps"]
     # A step without an exchange has the inner strategy's bytes alone.
     assert min(line["sent_bytes"] for line in lines("run", "loss")) < 0.1 * first["uncompressed_bytes_per_step"]
+    assert sum(line["damaged_messages"] for line in lines("run", "loss")) == 1, "the one that was sent again"
     # What export and generate take from a run: here the inner weights differ.
     weights = [dict(load_run(str(tmp_path / name)).model.named_parameters()) for name in ("run", "run/island-1")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -14,7 +14,6 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,8 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,29 +29,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from thinwire import _compat
 from thinwire.checkpoint.boxes import Box, Copy
-from thinwire.checkpoint.parts import METADATA, STATE_FILE, CheckpointError, parts_of, write_durably
+from thinwire.checkpoint.parts import DATA_FILE, METADATA, STATE_FILE, CheckpointError, parts_of, write_durably
 from thinwire.checkpoint.state import Piece, dtype_named
+from thinwire.codecs.kernels.crc import crc32
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# For smaller files, another thread costs more than it saves.
-MIN_THREAD_BYTES = 1 << 20
 # After this many bytes the disk is asked to begin writing, before the file is complete.
 SYNC_BYTES = 32 << 20
 # {file: (bytes, CRC-32)}
@@ -96,107 +81,48 @@ def offsets_of(box: Box, numel: int) -> torch.Size:
     return torch.Size(divmod(box.place, box.stride) if box.stride < numel else [box.place])
 
 
-class PieceSavePlanner(SavePlanner):
-    """DCP's save planner: each box of a piece is a shard of its tensor. Ranks need not agree on anything."""
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self._pieces: dict[str, Piece] = state_dict
-        self._boxes = {key: box for name, piece in self._pieces.items() for key, box in boxes_of(name, piece).items()}
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([item for name, piece in self._pieces.items() for item in _write_items(name, piece)])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        piece, box = self._pieces[write_item.index.fqn], self._boxes[write_item.index]
-        return piece.values[box.at : box.at + box.numel].view(shape_of(box, piece.numel))
-
-
 class SummedFile(io.BufferedWriter):
     """A new file that computes the CRC-32 of its content and flushes to disk while more is written.
 
-    threads: two; one computes checksums, one waits for the disk.
+    All is on the disk once it is closed without an error.
     """
 
-    def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self.num_bytes = self.crc = 0
-        self._threads = threads
+        self._syncs = ThreadPoolExecutor(1, "thinwire-checkpoint-sync")
         self._sync: Future[None] | None = None
         self._num_synced = 0
 
     def write(self, data: Buffer) -> int:
         """Write all of the data. Raises OSError, also for an earlier write that the disk refused."""
-        view = memoryview(data).cast("B")
-        crc = self._threads.submit(zlib.crc32, view, self.crc) if view.nbytes >= MIN_THREAD_BYTES else None
-        try:
-            written = super().write(view)
-        finally:
-            # The caller may reuse the memory after the return.
-            self.crc = zlib.crc32(view, self.crc) if crc is None else crc.result()
-            self.num_bytes += view.nbytes
+        written = super().write(data)
+        self.crc = crc32(data, self.crc)
+        self.num_bytes += written
         if self.num_bytes - self._num_synced >= SYNC_BYTES and (self._sync is None or self._sync.done()):
             self._wait_for_disk()
             self._num_synced = self.num_bytes
-            self._sync = self._threads.submit(os.fsync, self.fileno())
+            self._sync = self._syncs.submit(os.fsync, self.fileno())
         return written
 
     def close(self) -> None:
-        """Close the file. Raises OSError if the disk refused anything.
+        """Flush the file to the disk and close it. Raises OSError if the disk refused anything.
 
         The disk reports a refused write once, and a later fsync succeeds.
         """
+        if self.closed:
+            return
         try:
-            self._wait_for_disk()
+            with self._syncs:
+                self.flush()
+                self._wait_for_disk()
+                os.fsync(self.fileno())
         finally:
             super().close()
 
     def _wait_for_disk(self) -> None:
         if self._sync is not None:
             self._sync.result()
-
-
-class SummingFiles(FileSystem):
-    """DCP's file system, which records the size and the CRC-32 of each written file by name."""
-
-    def __init__(self) -> None:
-        self.sums: FileSums = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        """A new file. `mode` is always "wb", because nothing is read here."""
-        with ThreadPoolExecutor(2, "thinwire-checkpoint-file") as threads, SummedFile(Path(path), threads) as file:
-            yield file
-        self.sums[Path(path).name] = file.num_bytes, file.crc
-
-
-class IndexedWriter(dcp.FileSystemWriter):
-    """DCP's file writer with a JSON index that also holds the caller's values. `sums` has its files' checksums."""
-
-    def __init__(self, folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> None:
-        super().__init__(str(folder), overwrite=True)
-        self._folder, self._pieces, self._more = folder, pieces, more
-        self.fs = files = SummingFiles()
-        self.sums = files.sums
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index and flush it to the disk."""
-        boxes = {key: box for name, piece in self._pieces.items() for key, box in boxes_of(name, piece).items()}
-        chunks: dict[str, list[Any]] = {}
-        for result in (result for rank in results for result in rank):
-            name, at, box = result.index.fqn, result.storage_data, boxes[result.index]
-            piece = self._pieces[name]
-            dtype = str(piece.values.dtype).removeprefix("torch.")
-            lies = [box.place, box.height, box.width, box.stride, at.relative_path, at.offset, at.length]
-            chunks.setdefault(name, []).append([piece.numel, dtype, *lies])
-        content = json.dumps({**self._more, "chunks": chunks}).encode()
-        write_durably(self._folder / STATE_FILE, content)
-        self.sums[STATE_FILE] = len(content), zlib.crc32(content)
 
 
 def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, Any]) -> FileSums:
@@ -206,21 +132,39 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, A
     RuntimeError as torch.save does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    held = {name: piece for name, piece in pieces.items() if piece.values.numel()}
-    writer = IndexedWriter(folder, held, more)
+    chunks: dict[str, list[Any]] = {}
     try:
-        # Our checksums cover every byte. torch's would cover the same bytes, and nothing reads them.
-        with warnings.catch_warnings(), _compat.no_record_checksums():
-            warnings.simplefilter("ignore")
-            dcp.save(held, storage_writer=writer, planner=PieceSavePlanner(), no_dist=True)
-    except dcp.api.CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        context: BaseException | None = cause
+        with SummedFile(folder / DATA_FILE) as file:
+            for name, piece in pieces.items():
+                if piece.values.numel():
+                    chunks[name] = _write_boxes(file, piece)
+    except RuntimeError as error:
+        context: BaseException | None = error
         # torch.save fails a second time when it closes a file that the disk refused.
         while context is not None and not isinstance(context, OSError):
             context = context.__context__
-        raise context or cause from None
-    return writer.sums
+        raise context or error from None
+    content = json.dumps({**more, "chunks": chunks}).encode()
+    write_durably(folder / STATE_FILE, content)
+    return {DATA_FILE: (file.num_bytes, file.crc), STATE_FILE: (len(content), zlib.crc32(content))}
+
+
+def _write_boxes(file: SummedFile, piece: Piece) -> list[list[Any]]:
+    """Write the boxes of a piece as DCP does, each as torch.save writes a tensor. Returns their lines in the index."""
+    lines: list[list[Any]] = []
+    dtype = str(piece.values.dtype).removeprefix("torch.")
+    for box in piece.boxes():
+        values = piece.values[box.at : box.at + box.numel].detach().view(shape_of(box, piece.numel)).cpu()
+        if values.untyped_storage().nbytes() != values.nbytes:
+            # torch.save would write the whole storage.
+            values = values.clone()
+        begin = file.num_bytes
+        # Our checksums cover every byte. torch's would cover the same bytes, and nothing reads them.
+        with _compat.no_record_checksums():
+            torch.save(values, file)
+        lies = [box.place, box.height, box.width, box.stride, DATA_FILE, begin, file.num_bytes - begin]
+        lines.append([piece.numel, dtype, *lies])
+    return lines
 
 
 def write_metadata(folder: Path) -> tuple[int, int]:
@@ -243,21 +187,6 @@ def write_metadata(folder: Path) -> tuple[int, int]:
     content = pickle.dumps(Metadata(tensors, storage_data=places))
     write_durably(folder / METADATA, content)
     return len(content), zlib.crc32(content)
-
-
-def boxes_of(name: str, piece: Piece) -> dict[MetadataIndex, Box]:
-    """The boxes of a piece, by DCP's name for each."""
-    return {MetadataIndex(name, offsets_of(box, piece.numel)): box for box in piece.boxes()}
-
-
-def _write_items(name: str, piece: Piece) -> Iterator[WriteItem]:
-    properties = TensorProperties.create_from_tensor(piece.values)
-    for index, box in boxes_of(name, piece).items():
-        shape = shape_of(box, piece.numel)
-        whole = torch.Size([piece.numel // box.stride, box.stride][-len(shape) :])
-        assert index.offset is not None
-        data = TensorWriteData(ChunkStorageMetadata(index.offset, shape), properties, whole)
-        yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def read_part(part: Path) -> tuple[dict[str, Any], Index]:

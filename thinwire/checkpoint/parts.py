@@ -8,6 +8,8 @@ from pathlib import Path
 from thinwire.errors import ThinwireError
 
 STATE_FILE = "state.json"
+# As torch.distributed.checkpoint names the first file of the first rank.
+DATA_FILE = "__0_0.distcp"
 # The index of torch.distributed.checkpoint.
 METADATA = ".metadata"
 

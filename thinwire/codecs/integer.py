@@ -80,8 +80,8 @@ class Integer(Grouped):
     def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
         if num_elements == 0:
             return None
-        marks = self._scale_bits(packet, num_elements) < 0
-        return marks if bool(marks.any()) else None
+        bits = self._scale_bits(packet, num_elements)
+        return bits < 0 if int(bits.amin()) < 0 else None
 
     def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
         """See Codec. What has no scale, zero or NaN, is the same with and without a mark."""

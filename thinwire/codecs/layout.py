@@ -12,6 +12,7 @@ group needs only the j-th code of each plane and both directions run as straight
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 # bits -> (codes per lane, bytes per lane)
@@ -43,6 +44,7 @@ class Groups(NamedTuple):
         """Whether scales travel as bf16."""
         return self.shift == 16
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 - a value of three numbers, not an object that would live on
     def sections(self, num_elements: int) -> tuple[int, int, int]:
         """(bytes of scales, bytes of scales and codes, packet bytes); the last is rounded up to 4."""
         full, tail = divmod(num_elements, self.size)

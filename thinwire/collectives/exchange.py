@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -136,8 +136,7 @@ class Wire:
             return
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """A message on its way; `wait` blocks until it has arrived, or raises PeerLostError."""
 
     exchange: Exchange
@@ -146,12 +145,13 @@ class Pending:
     kind: str
 
     def wait(self) -> None:
-        own = self.exchange
-        with own.wire.meter.timed(self.kind, own.label):
-            try:
-                self.work.wait(timedelta(seconds=own.wire.timeout_s))
-            except RuntimeError as error:
-                raise own.wire.lost(own.operation, own.number, self.peer, error) from None
+        own, start = self.exchange, time.perf_counter()
+        try:
+            self.work.wait(timedelta(seconds=own.wire.timeout_s))
+        except RuntimeError as error:
+            raise own.wire.lost(own.operation, own.number, self.peer, error) from None
+        finally:
+            own.wire.meter.add(self.kind, own.label, start, time.perf_counter())
 
 
 class Exchange:

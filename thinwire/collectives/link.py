@@ -91,6 +91,8 @@ class Link:
 
         Every rank belongs to one such group, all groups have the same size, and all of them run the same collective.
         """
+        if list(members) == list(range(self.topology.world_size)):
+            return self if inside == self.inside else replace(self, inside=inside)
         grid = self.topology.subgroup(members)
         return replace(self, wire=self.wire.subgroup(members), topology=grid, inside=inside)
 

@@ -73,7 +73,7 @@ def reduce_scatter(
     slices = x.view(grid.num_nodes, grid.local_size, num_elements)
     if grid.world_size == 1 or num_elements == 0:
         return x.view(-1)
-    sums = [RotatedSum(piece) for piece in slices[:, 0]]
+    sums = [RotatedSum(piece) for piece in slices[:, 0].unbind()]
     counters = [
         [counter + (y * grid.local_size + i) * num_elements for i in range(grid.local_size)]
         for y in range(grid.num_nodes)

@@ -47,7 +47,7 @@ def tuned(config: TuneConfig, found: TrainingPlan) -> TrainingPlan:
         print(f"{len(trials)} of {config.trials} ways measured; the fastest: {told(best)}")
     made = with_fastest(found, [trial.way for trial in trials], [trial.step_s for trial in trials])
     parts = ", ".join(f"{name} {part:.0%}" for name, part in importance(trials).items() if part >= 0.005)
-    print(f"What the seconds of the {len(trials)} ways hang on: {parts or 'no knob that was turned'}")
+    print(f"What the times of the {len(trials)} ways depend on: {parts or 'no knob that was turned'}")
     for way, step_s, factor in corrected(ways, trials)[:1]:
         promise = f"{step_s:.3g} s a step by the corrected prediction, within a factor of {factor:.2f}"
         print(f"The most promising that was not measured: {way.candidate.flags}: {promise}")

@@ -7,24 +7,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.codecs.random import derive_seed
+from thinwire.device import RandomState, random_state, set_random_state
 
-# Of the CPU, and of this process's GPU if it has one.
-RandomState = tuple[Tensor, Tensor | None]
 # Calling one calls nothing by itself.
 CONTAINERS = nn.ModuleList | nn.ModuleDict
-
-
-def random_state() -> RandomState:
-    """The state of torch's own generators."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-
-def set_random_state(state: RandomState) -> None:
-    """Go on from a state that `random_state` has given."""
-    cpu, cuda = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
 
 
 class OwnDraws:

@@ -168,7 +168,9 @@ def reached_ranks(config: CalibrateConfig, store: Any, rank: int, world_size: in
     lines = [f"the link between ranks {a} and {b} is down: no connection is made" for a, b in down]
     if len(ranks) < world_size:
         out = ", ".join(str(each) for each in range(world_size) if each not in ranks)
-        lines.append(f"rank {out} is left out, for training connects all ranks; the file has the other {len(ranks)}")
+        lines.append(
+            f"rank {out} is left out, because training connects all ranks; the file has the other {len(ranks)}"
+        )
     return ranks, lines
 
 
@@ -182,7 +184,7 @@ def lines_on(machine: Machine) -> list[str]:
     delays = [network.delays_s[a][b] for a, b in network.pairs]
     if delays:
         lines.append(f"delays {1e3 * min(delays):.2g} to {1e3 * max(delays):.2g} ms; bursts {network.burst_s:.2g} s")
-        lines.append(f"all at once: {machine.share:.0%} of what sharing fairly would leave")
+        lines.append(f"all at once: {machine.share:.0%} of a fair share of the link")
     for kind, rate in machine.rates.items():
         unit = (
             "GFLOP/s"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from thinwire import _compat
+from thinwire.device import wait_for
 from thinwire.errors import ConfigError, nearest
 from thinwire.placement.trace import Traced, is_of_shapes
 
@@ -221,6 +222,6 @@ def _timed(
 
 
 def _now(model: nn.Module) -> float:
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        torch.cuda.synchronize()
+    for place in {parameter.device for parameter in model.parameters()}:
+        wait_for(place)
     return time.perf_counter()

@@ -58,7 +58,7 @@ class PlanConfig:
 class TuneConfig(PlanConfig):
     """Measure some ways to train in the lab, correct the prediction of the others by what these take, and measure on.
 
-    Options are those of `thinwire plan`; the fastest way that was measured is written. Says what the seconds hang on.
+    Options are those of `thinwire plan`; the fastest way that was measured is written. Says what the times depend on.
     """
 
     verify: int = 3

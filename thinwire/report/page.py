@@ -75,7 +75,7 @@ def subtitle(run: RunFiles) -> str:
     summary = run.summary
     words = [str(summary["strategy"])] if "strategy" in summary else []
     if "world_size" in summary:
-        words.append(f"{summary['world_size']} ranks")
+        words.append(f"{summary['world_size']} rank{'s' * (summary['world_size'] != 1)}")
     words.append(f"{len(run.steps)} step{'s' * (len(run.steps) != 1)}")
     if math.isfinite(tokens := run.last("tokens")):
         words.append(f"{short(tokens)} tokens")

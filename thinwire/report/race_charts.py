@@ -13,7 +13,7 @@ from thinwire.report.frontier import frontier_figure, race_outcomes
 from thinwire.report.page import figure, legend, text
 from thinwire.report.run import number, read_run
 from thinwire.report.svg import Chart, Point, around
-from thinwire.report.units import bytes_text, seconds_text
+from thinwire.report.units import bytes_text, seconds_text, sum_text
 
 NUM_COLOURS = 8
 BAR_WIDTH, BAR_HEIGHT = 1000, 10
@@ -166,11 +166,14 @@ def time_bars(values: Mapping[str, Any]) -> str:
     bars = []
     for row in _known(values):
         mean = {name: number(value) for name, value in row["mean"].items()}
-        compute, waiting = mean["compute_s"], mean["exposed_comm_s"]
+        compute, waiting, step_s = mean["compute_s"], mean["exposed_comm_s"], mean["step_s"]
         is_split = math.isfinite(compute) and math.isfinite(waiting)
-        parts = [("compute", compute), ("waiting", waiting)] if is_split else [("other", mean["step_s"])]
-        words = seconds_text(mean["step_s"])
-        words += f" = {seconds_text(compute)} + {seconds_text(waiting)}" if is_split else ""
+        parts = [("compute", compute), ("waiting", waiting)] if is_split else [("other", step_s)]
+        words = sum_text(step_s, compute) if is_split else seconds_text(step_s)
+        if is_split and (rest := step_s - compute - waiting) > 0.01 * step_s:
+            # Weights and states that came from a disk.
+            parts.append(("other", rest))
+            words = f"{sum_text(compute + waiting, compute)}, and {seconds_text(rest)} of other waiting"
         bars.append((row["name"], [parts], words, mean["bound_s"] + mean["unhidden_s"]))
     legend_of = [("compute", "computing"), ("waiting", "waiting for communication")]
     if any(math.isfinite(least) for *_, least in bars):

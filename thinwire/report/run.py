@@ -52,6 +52,13 @@ class RunFiles:
         values = [value for step, value in finite if step > before] or [value for _, value in finite]
         return median(values[1:] or values) if values else math.nan
 
+    @property
+    def typical_of(self) -> str:
+        """What `typical` is called: over all steps, or over those since the last resume."""
+        before = number(self.summary.get("resumed_after", 0))
+        is_resumed = any(number(row["step"]) <= before for row in self.steps)
+        return f"median after step {before:.0f}" if is_resumed else "median"
+
     def last(self, key: str) -> float:
         """The last finite value of a key; NaN if there is none."""
         values = [value for _, value in self.series(key) if math.isfinite(value)]

@@ -40,6 +40,16 @@ def seconds_text(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s"
 
 
+def sum_text(seconds: float, first: float) -> str:
+    """A duration as the sum of `first` and the rest, rounded so that the figures add up."""
+    if not math.isfinite(first) or not 0 < seconds < 100:
+        return f"{seconds_text(seconds)} = {seconds_text(first)} + {seconds_text(seconds - first)}"
+    scale, unit = (1e3, "ms") if seconds < 1 else (1.0, "s")
+    places = _places(scale * seconds)
+    whole, part = round(scale * seconds, places), round(scale * first, places)
+    return f"{whole:.{places}f} {unit} = {part:.{places}f} {unit} + {whole - part:.{places}f} {unit}"
+
+
 def percent_text(share: float) -> str:
     """A share of one as a percentage."""
     return f"{100 * share:.0f} %" if math.isfinite(share) else MISSING
@@ -50,5 +60,9 @@ def _digits(value: float) -> str:
         return str(int(value))
     if 0 < abs(value) < 1e-3:
         return f"{value:.3g}"
-    places = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
-    return f"{value:.{min(places, 4)}f}"
+    return f"{value:.{_places(value)}f}"
+
+
+def _places(value: float) -> int:
+    """Decimal places that leave three digits."""
+    return min(4, max(0, 2 - math.floor(math.log10(abs(value))))) if value else 0

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator
 from thinwire.collectives.groups import give_back, own_members
+from thinwire.device import check_current
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.table import Row
 
@@ -236,11 +237,7 @@ def check_device(named: Mapping[str, nn.Parameter]) -> torch.device:
             )
         if param.device != device:
             raise ConfigError(f"{name!r} is on {param.device} and others are on {device}: one process trains on one")
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise ConfigError(
-            f"the model is on {device} and the current device is cuda:{torch.cuda.current_device()}: "
-            f"call torch.cuda.set_device({device.index}) first"
-        )
+    check_current(device)
     return device
 
 

@@ -28,7 +28,7 @@ from thinwire.training.engine import Corpus, Engine
 
 # What of the time left is planned for: a machine may slow down.
 PLANNED = 0.9
-# Of the time that is left, so much is spent on measuring steps; at least and at most so many of them.
+# Share of the time left in which steps are measured, and the least and greatest number of such steps.
 MEASURED = 0.05
 LEAST, MOST = 2, 10
 # Checkpoint, report and the end of the processes.

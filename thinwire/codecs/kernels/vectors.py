@@ -26,7 +26,7 @@ intrinsic: Any = extending.intrinsic
 Generated = tuple[Any, Callable[[Any, Any, Any, Any], Any]]
 
 
-def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any, lanes: Any) -> Any:
+def address_of(context: Any, builder: Any, kind: Any, array: Any, index: Any, lanes: Any) -> Any:
     """The address of array[index : index + 32]."""
     data = make_array(kind)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), lanes.as_pointer())
@@ -71,7 +71,7 @@ def reaching(typing: Any, x: Any, at: Any, bound: Any) -> Generated:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, at, bound = arguments
         lanes = ir.VectorType(I32, 32)
-        fields = builder.load(_place(context, builder, signature.args[0], x, at, lanes), align=4)
+        fields = builder.load(address_of(context, builder, signature.args[0], x, at, lanes), align=4)
         keys = builder.and_(fields, ir.Constant(lanes, [0x7FFFFFFF] * 32))
         first = builder.insert_element(ir.Constant(lanes, ir.Undefined), bound, I32(0))
         bounds = builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * 32))
@@ -96,7 +96,7 @@ def rotate_32(typing: Any, x: Any, at: Any, scale: Any, out: Any, to: Any) -> Ge
         def chosen(first: Any, second: Any, order: list[int]) -> Any:
             return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, 32), order))
 
-        row = builder.load(_place(context, builder, signature.args[0], x, at, lanes), align=4)
+        row = builder.load(address_of(context, builder, signature.args[0], x, at, lanes), align=4)
         is_zero = builder.fcmp_ordered("==", row, ir.Constant(lanes, [0.0] * 32))
         for distance in (1, 2, 4, 8, 16):
             partner = chosen(row, row, [i ^ distance for i in range(32)])
@@ -104,7 +104,7 @@ def rotate_32(typing: Any, x: Any, at: Any, scale: Any, out: Any, to: Any) -> Ge
             row = chosen(sums, differences, [i + 32 * bool(i & distance) for i in range(32)])
         first = builder.insert_element(ir.Constant(lanes, ir.Undefined), scale, I32(0))
         row = builder.fmul(row, chosen(first, first, [0] * 32))
-        builder.store(row, _place(context, builder, signature.args[3], out, to, lanes), align=4)
+        builder.store(row, address_of(context, builder, signature.args[3], out, to, lanes), align=4)
         return builder.bitcast(is_zero, I32)
 
     return signature, generate
@@ -124,14 +124,14 @@ def _four_bits(context: Any, builder: Any, signature: Any, arguments: Any) -> No
 
     def code_of(place: Any) -> Any:
         """Two's complement in 32 bytes; the sum with MAGIC holds the integer in its lowest bits."""
-        values = builder.load(_place(context, builder, signature.args[0], x, place, floats), align=4)
+        values = builder.load(address_of(context, builder, signature.args[0], x, place, floats), align=4)
         scaled = builder.fmul(values, all_of(factor))
         fields = builder.bitcast(builder.fadd(scaled, ir.Constant(floats, [float(MAGIC)] * 32)), lanes)
         if dithers:
             drawn, first = dithers
             halves = ir.VectorType(ir.IntType(16), 32)
             own = builder.add(place, first)
-            dither = builder.load(_place(context, builder, signature.args[6], drawn, own, halves), align=2)
+            dither = builder.load(address_of(context, builder, signature.args[6], drawn, own, halves), align=2)
             fields = builder.ashr(builder.add(fields, builder.sext(dither, lanes)), number(DITHER_BITS))
             fields = builder.sub(fields, number(int(MAGIC_BITS) >> DITHER_BITS))
         else:
@@ -143,7 +143,7 @@ def _four_bits(context: Any, builder: Any, signature: Any, arguments: Any) -> No
 
     low = builder.and_(code_of(at), ir.Constant(codes, [15] * 32))
     high = builder.shl(code_of(upper), ir.Constant(codes, [4] * 32))
-    builder.store(builder.or_(low, high), _place(context, builder, signature.args[4], out, to, codes), align=1)
+    builder.store(builder.or_(low, high), address_of(context, builder, signature.args[4], out, to, codes), align=1)
 
 
 def _generate_four_bits(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

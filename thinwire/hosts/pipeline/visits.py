@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import _compat
-from thinwire.hosts.draws import RandomState, random_state, set_random_state
+from thinwire.device import RandomState, random_state, set_random_state
 
 
 class VisitState:

@@ -216,22 +216,25 @@ class FlatBucket:
                 message = torch.sub(message, self.own, out=difference)
             packet = link.scratch("update", codec.packet_bytes(n), device=device)
             codec.encode(message, seed=seed, counter=layout.first_counter + layout.shard_start(link.rank), out=packet)
-        column, stack = link.subgroup(levels.column(link.rank)), link.subgroup(levels.stack(link.rank))
-        slices = packet[None]
+        # Packets of a row, by block.
+        rows = [packet[None]]
         if levels.num_blocks > 1:
+            column = link.subgroup(levels.column(link.rank))
             gathered = yield from all_gather_packets(column, packet, operation, codec.length)
-            slices = link.scratch("slices", levels.num_blocks, packet.numel(), device=device)
-            slices.copy_(gathered.transpose(0, 1).reshape(slices.shape))
-        # A message of several packets can't be cut to the length of one.
-        is_cut = levels.num_blocks == 1
-        gathered = yield from all_gather_packets(
-            stack, slices.view(-1), operation, codec.length if is_cut else Tensor.numel
-        )
-        pieces, grid = self.shard.view(levels.num_rows, levels.num_blocks, n), stack.topology
+            rows = [gathered.transpose(0, 1).reshape(levels.num_blocks, packet.numel())]
+        if levels.num_rows > 1:
+            stack = link.subgroup(levels.stack(link.rank))
+            # Scratch of the same name is about to be filled again.
+            slices = link.scratch("slices", *rows[0].shape, device=device).copy_(rows[0])
+            # A message of several packets can't be cut to the length of one.
+            length = codec.length if levels.num_blocks == 1 else Tensor.numel
+            gathered = yield from all_gather_packets(stack, slices.view(-1), operation, length)
+            grid = stack.topology
+            rows = [gathered[grid.local_rank(r), grid.node(r)].view_as(slices) for r in range(levels.num_rows)]
+        pieces = self.shard.view(levels.num_rows, levels.num_blocks, n)
         with link.timed("decode_s", operation):
-            for row in range(levels.num_rows):
-                packets = gathered[grid.local_rank(row), grid.node(row)].view_as(slices)
-                for piece, theirs in zip(pieces[row], packets, strict=True):
+            for row, packets in zip(pieces.unbind(), rows, strict=True):
+                for piece, theirs in zip(row.unbind(), packets.unbind(), strict=True):
                     _take(link, codec, theirs, piece, differences, may_pin=not self.passes)
         self.note()
 

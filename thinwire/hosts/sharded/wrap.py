@@ -16,6 +16,7 @@ from thinwire.codecs import warm
 from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.groups import ranks_of
+from thinwire.device import name_of
 from thinwire.errors import ConfigError
 from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
@@ -203,7 +204,7 @@ def _same_start(
     """Give all ranks rank 0's weights and buffers, sending them only if they differ."""
     # Decoding rounds differently on another kind of device, and replicas would drift apart.
     device, comm = next(iter(named.values())).device, comms[0]
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    kind = name_of(device)
     shapes = kind + repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()])
     shapes += repr((method.matrix(), method.vector(), str(method.gradient_memory([]))))
     if odd := odd_ranks(comm, digest([shapes.encode()])):

@@ -192,7 +192,7 @@ class Pipeline:
         Raises ConfigError for a number of micro-batches that the plan does not support.
         """
         if self.skip:
-            # Not fitted: what is left out, and in which order gradients are added, must not hang on a clock.
+            # Not fitted: what is left out, and in which order gradients are added, must not depend on a clock.
             made = skipping(stages, micro_batches, self.skip, in_flight=self.in_flight)
         elif self.recover == SWAP:
             made = swapping(stages, micro_batches, self.in_flight)

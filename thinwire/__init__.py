@@ -22,7 +22,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.collectives": (
         "Communicator", "ElasticPeers", "Peers", "Topology", "WorldPeers", "faults", "host_meeting",
     ),
-    "thinwire.compose": ("PipelinedStage", "Stage", "parallelize", "pipeline"),
+    "thinwire.compose": ("PipelinedModel", "Stage", "parallelize", "pipeline"),
     "thinwire.errors": ("ConfigError", "CorruptMessageError", "MismatchError", "PeerLostError", "ThinwireError"),
     "thinwire.expansion.expand": ("Expanded", "expand"),
     "thinwire.hosts.ddp.attach": ("CompressedDDP", "compress_ddp"),

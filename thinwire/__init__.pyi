@@ -27,7 +27,7 @@ from thinwire.collectives import (
     host_meeting as host_meeting,
 )
 from thinwire.compose import (
-    PipelinedStage as PipelinedStage,
+    PipelinedModel as PipelinedModel,
     Stage as Stage,
     parallelize as parallelize,
     pipeline as pipeline,

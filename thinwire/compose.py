@@ -61,7 +61,7 @@ from thinwire.registry import check_on_mesh
 from thinwire.state.replicas import check_agreement, optimizer_options
 from thinwire.table import SENT, Row, announce as announce_table
 
-__all__ = ["PipelinedStage", "Stage", "apply", "parallelize", "pipeline"]
+__all__ = ["PipelinedModel", "Stage", "apply", "parallelize", "pipeline"]
 
 
 # Process groups that a stage of an island opens along the pipeline; its host too, where the stages are all of it.
@@ -76,7 +76,7 @@ class Stage:
     Attributes:
         module: the module to call in training.
         optimizer: the ParallelOptimizer that steps it.
-        pipeline: see PipelinedStage.
+        pipeline: see PipelinedModel.
         sequence: the ranks that share this rank's sequences, see SequenceRanks. All of them call the model with the
             same whole sequences.
         experts: the ranks that share the experts of a mixture, see ExpertRanks. All of them call the model equally
@@ -312,7 +312,7 @@ def checked_loss(value: object) -> Tensor:
     raise ConfigError(f"the loss gives {given}, must be a tensor of one number; nearest: its mean()")
 
 
-class PipelinedStage(Stage):
+class PipelinedModel(Stage):
     """A Stage whose model is cut over several ranks, through which micro-batches pass.
 
     A micro-batch is (tokens, targets), the same on all ranks of a pipeline. After `parallelize` the model on each rank
@@ -420,7 +420,7 @@ def pipeline(
     checked: bool = False,
     initial: Callable[[str], Tensor] | None = None,
     announce: bool = True,
-) -> PipelinedStage:
+) -> PipelinedModel:
     """Cut a causal language model into `stages` and train it; `method` averages over the replicas of a stage.
 
     Args:
@@ -457,7 +457,7 @@ def pipeline(
         model, optimizer, mesh, [options, method], local_size=local_size, overlap=overlap, seed=seed,
         timeout_s=timeout_s, checked=checked, initial=initial, announce=announce,
     )  # fmt: skip
-    assert isinstance(made, PipelinedStage)
+    assert isinstance(made, PipelinedModel)
     return made
 
 
@@ -492,7 +492,7 @@ def parallelize(
     - The tensor axis is torch's. Call `parallelize_module(model, mesh["tensor"], plan)` first, then make the optimizer.
     - The island axis: a method such as DiLoCo exchanges whole parameters in some of the updates. The islands of the
       mesh stay the same from start to end.
-    - The pipeline axis: each rank holds some of the layers; see PipelinedStage.
+    - The pipeline axis: each rank holds some of the layers; see PipelinedModel.
     - The sequence axis: each rank holds some of a sequence's tokens. The data axis's method then averages over the
       ranks of both axes.
     - The expert axis: each rank holds some of a mixture's experts, and has a batch of its own. For the data axis's
@@ -571,7 +571,7 @@ def parallelize(
         own = PipelineStage(part, mesh["pipeline"], parallel, tensor=tensor, **of_ranks)
         if stages is not None:
             stages.after_write = own.weights_written
-        stage: Stage = PipelinedStage(model, parallel, rows, own, tensor, holders_of(mesh, "pipeline"))
+        stage: Stage = PipelinedModel(model, parallel, rows, own, tensor, holders_of(mesh, "pipeline"))
     else:
         sequence = None
         if "sequence" in names:

@@ -29,7 +29,7 @@ ROWS: dict[str, tuple[Any, Any, int]] = {
 }
 
 
-def make(name: str) -> tuple[Any, nn.Module, thinwire.PipelinedStage]:
+def make(name: str) -> tuple[Any, nn.Module, thinwire.PipelinedModel]:
     outer, inner, tensor = ROWS[name]
     sizes = {"island": 2, "pipeline": 2, "data": 1} | ({"tensor": 2} if tensor > 1 else {})
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -40,11 +40,11 @@ def make(name: str) -> tuple[Any, nn.Module, thinwire.PipelinedStage]:
         whole, adamw_with_eps(whole), mesh, [outer, inner, thinwire.Pipeline(**EXACT)], local_size=2 * tensor,
         checked=True, announce=False,
     )  # fmt: skip
-    assert isinstance(stage, thinwire.PipelinedStage)
+    assert isinstance(stage, thinwire.PipelinedModel)
     return mesh, whole, stage
 
 
-def take(mesh: Any, stage: thinwire.PipelinedStage, step: int) -> float:
+def take(mesh: Any, stage: thinwire.PipelinedModel, step: int) -> float:
     stage.forward_backward(batches(step, 2, mesh["island"].get_local_rank(), 2))
     return float(stage.step(0.5))
 

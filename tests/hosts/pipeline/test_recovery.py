@@ -35,7 +35,7 @@ REPLICAS, LOST_RANKS = 2, {"replica": (3,), "stage": (2, 3), "both": (2, 3, 4)}
 Weights = dict[str, np.ndarray]
 
 
-def weights_of(stage: thinwire.PipelinedStage) -> Weights:
+def weights_of(stage: thinwire.PipelinedModel) -> Weights:
     return {name: value.detach().clone().numpy() for name, value in stage.pipeline.weights.items()}
 
 
@@ -43,17 +43,17 @@ def _row(rank: int, recover: str, lost: tuple[int, ...], tied: bool, layers: str
     mesh = init_device_mesh("cpu", (STAGES, 1), mesh_dim_names=("pipeline", "data"))
     num_layers = sum(map(int, layers.split(",")))
 
-    def built(recover: Any) -> thinwire.PipelinedStage:
+    def built(recover: Any) -> thinwire.PipelinedModel:
         whole = build_model("tiny", 64, 16, overrides={"tie_word_embeddings": tied, "num_hidden_layers": num_layers})
         plan = "fitted" if recover == "swap" else "1f1b"
         options = thinwire.Pipeline(plan=plan, layers=layers, recover=recover)
         stage = thinwire.parallelize(
             whole, adamw(whole), mesh, [options, thinwire.Zero()], local_size=1, announce=False
         )
-        assert isinstance(stage, thinwire.PipelinedStage)
+        assert isinstance(stage, thinwire.PipelinedModel)
         return stage
 
-    def train(stage: thinwire.PipelinedStage, steps: range) -> float:
+    def train(stage: thinwire.PipelinedModel, steps: range) -> float:
         for step in steps:
             stage.forward_backward(batches(step, STAGES))
             stage.step(1.0)
@@ -172,14 +172,14 @@ def test_ends_come_back_from_copies_and_layers_from_the_one_neighbour(ranks: lis
 def _replicas(rank: int, world_size: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (3, REPLICAS), mesh_dim_names=("pipeline", "data"))
 
-    def built(method: Any) -> thinwire.PipelinedStage:
+    def built(method: Any) -> thinwire.PipelinedModel:
         whole = build_model("tiny", 64, 16, overrides={"num_hidden_layers": 3})
         options = thinwire.Pipeline(plan="1f1b", recover="average")
         stage = thinwire.parallelize(whole, adamw(whole), mesh, [options, method], local_size=1, announce=False)
-        assert isinstance(stage, thinwire.PipelinedStage)
+        assert isinstance(stage, thinwire.PipelinedModel)
         return stage
 
-    def train(stage: thinwire.PipelinedStage, steps: range) -> None:
+    def train(stage: thinwire.PipelinedModel, steps: range) -> None:
         for step in steps:
             stage.forward_backward(batches(step, 3, rank % REPLICAS, REPLICAS))
             stage.step(1.0)

@@ -75,7 +75,7 @@ def gradients(rank: int, name: str) -> Any:
     members = open_ranks(axis, local_size=1, timeout_s=60, checked=False)
     trained = Alone(whole, optimizer, members, dict(whole.named_parameters()), 0, [])
     own = PipelineStage(part, mesh["pipeline"], trained, seed=0, timeout_s=60, checked=False)
-    stage = thinwire.PipelinedStage(whole, trained, [], own)
+    stage = thinwire.PipelinedModel(whole, trained, [], own)
     given = few(kind, batches(0, num))
     before = own.mailbox.meter.snapshot().sent_bytes
     stage.forward_backward(given)

@@ -73,11 +73,11 @@ class Alone(AgreeingOptimizer):
         return self.comm.rank == 0
 
 
-def stage_of(whole: nn.Module, mesh: DeviceMesh, method: Any, **options: Any) -> thinwire.PipelinedStage:
+def stage_of(whole: nn.Module, mesh: DeviceMesh, method: Any, **options: Any) -> thinwire.PipelinedModel:
     stage = thinwire.parallelize(
         whole, adamw(whole), mesh, [thinwire.Pipeline(**options), method], local_size=1, announce=False
     )
-    assert isinstance(stage, thinwire.PipelinedStage)
+    assert isinstance(stage, thinwire.PipelinedModel)
     return stage
 
 
@@ -90,7 +90,7 @@ def gradients(rank: int, name: str) -> Any:
     members = open_ranks(axis, local_size=1, timeout_s=300, checked=False)
     optimizer = Alone(whole, adamw(whole), members, dict(whole.named_parameters()), 0, [])
     own = PipelineStage(part, mesh["pipeline"], optimizer, seed=0, timeout_s=300, checked=False)
-    stage = thinwire.PipelinedStage(whole, optimizer, [], own)
+    stage = thinwire.PipelinedModel(whole, optimizer, [], own)
     stage.forward_backward(batches(0, num))
     found = {key: param.grad.numpy().copy() for key, param in whole.named_parameters() if param.grad is not None}
     norm, loss = float(stage.reduce()), stage.optimizer.mean_loss
@@ -133,7 +133,7 @@ def trained(rank: int, name: str) -> Any:
     return found
 
 
-def skipped(stage: thinwire.PipelinedStage, mesh: DeviceMesh) -> tuple[int, bool]:
+def skipped(stage: thinwire.PipelinedModel, mesh: DeviceMesh) -> tuple[int, bool]:
     """A gradient that is not finite on one rank: steps that are skipped, and whether weights are as before."""
     param = next(iter(stage.module.parameters()))
     hook = param.register_hook(lambda grad: grad * (float("nan") if mesh.get_rank() == 3 else 1.0))

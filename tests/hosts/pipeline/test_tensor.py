@@ -93,7 +93,7 @@ def of_stages(whole: Any, num: int, options: dict[str, Any], *, shares: bool = T
     alone = Alone(whole, optimizer, members, dict(whole.named_parameters()), 0, [])
     shared = tensor if shares else None
     own = PipelineStage(part, mesh["pipeline"], alone, seed=0, timeout_s=300, checked=False, tensor=shared)
-    stage = thinwire.PipelinedStage(whole, alone, [], own, tensor)
+    stage = thinwire.PipelinedModel(whole, alone, [], own, tensor)
     stage.forward_backward(batches(0, num))
     sent = sum(own.mailbox.meter.snapshot().sent_by(f"pipeline_{way}") for way in ("forward", "backward"))
     found = {key: param.grad.clone() for key, param in whole.named_parameters() if param.grad is not None}

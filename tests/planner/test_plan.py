@@ -156,6 +156,7 @@ def test_the_best_ways_race_and_the_fastest_is_written(
 ) -> None:
     raced: list[str] = []
     stopped: list[bool] = []
+    failing: list[bool] = []
 
     def race(config: RaceConfig, train: TrainConfig, *, contestants: Sequence[Contestant]) -> SimpleNamespace:
         # All that a race checks before it starts.
@@ -168,6 +169,9 @@ def test_the_best_ways_race_and_the_fastest_is_written(
             SimpleNamespace(name=one.name, reason="", mean=Figures(step_s=1.0 / number, peak_rss_bytes=1e9))
             for number, one in enumerate(contestants, 1)
         ]
+        if failing:
+            # Some of its steps were fast before it failed.
+            rows[0] = SimpleNamespace(name=rows[0].name, status="failed", reason="killed", mean=Figures(step_s=1e-3))
         return SimpleNamespace(contestants=rows, stopped="SIGINT" if stopped else "")
 
     monkeypatch.setattr("thinwire.compare.run.race", race)
@@ -200,5 +204,13 @@ def test_the_best_ways_race_and_the_fastest_is_written(
     assert "What the times of the 5 ways depend on: " in printed and "by the corrected prediction" in printed
     written, best = read_toml(out, Problems()), raced[1]
     assert f"micro_batch={written.micro_batch}" in best and best.startswith(written.strategy)
+    failing.append(True)
+    assert run_tune([*flags, "--verify", "2", "--trials", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "killed" in printed and "3 of 3 ways measured; the fastest: 0.5 s a step" in printed
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="thinwire tune makes labs of its own, and is one of 2 ranks here"):
+        run_tune(flags)
+    monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ConfigError, match=r"--trials 1 and --verify 2: .*nearest: --trials 2 --verify 2"):
         run_tune([*flags, "--verify", "2", "--trials", "1"])

@@ -108,7 +108,7 @@ def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name:
     result = race(asked, shared, contestants=contestants)
     if result.stopped:
         raise StoppedError(signal.Signals[result.stopped])
-    measured = {row.name: row.mean.step_s for row in result.contestants}
+    measured = {row.name: row.mean.step_s for row in result.contestants if not row.reason}
     show(contestants, ways, result)
     return [measured.get(one.name) or math.inf for one in contestants]
 

@@ -19,7 +19,7 @@ from thinwire.hosts.sharded.owned import Owned, slots_of, state_of_piece
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.methods.memory import Residency
 from thinwire.optim import Part, Shards, SummingOptimizer
-from thinwire.state.elementwise import state_kinds
+from thinwire.state.elementwise import elementwise_kinds, state_kinds
 from thinwire.state.portable import Held, add_optimizer, records_of, report_optimizer, rescale, state_for
 from thinwire.tiers import BLOCK_BYTES, DiskFile, Pace, TierMeter
 from thinwire.tiers.pool import aligned, pages
@@ -61,7 +61,7 @@ class PiecesOnDisk:
         self.inner, self.units, self.meter = inner, weights.units, meter
         self._chunk = pages(CHUNK_BYTES)
         self._buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        grouped = slots_of(inner, self._buckets)
+        grouped, kinds = slots_of(inner, self._buckets), elementwise_kinds(inner)
         slots = [slot for group in grouped for slot in group if slot.owned.start < slot.owned.stop]
         sizes = [self._most_bytes(slot.owned.stop - slot.owned.start, parts.get(slot.name)) for slot in slots]
         self.file = DiskFile(residency.folder, sum(sizes), meter, pace)
@@ -80,7 +80,7 @@ class PiecesOnDisk:
                 group["params"].append(piece)
                 if held:
                     # It is cut further when the pieces are joined.
-                    inner.state[piece] = state_of_piece(held, slot)
+                    inner.state[piece] = state_of_piece(held, slot, kinds)
                 else:
                     self._put_away(spot)
         for bucket in self._buckets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ SIZES = (0, 1, 63, 64, 255, 256, 319, 320, 321, 575, 576, 577, 1000, 70_001)
 @pytest.mark.parametrize("can_fold", [True, False])
 def test_it_is_zlibs(can_fold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crc, "CAN_FOLD", crc.CAN_FOLD and can_fold)
-    data = np.random.default_rng(0).integers(0, 256, 70_002, dtype=np.uint8)
+    data: Any = np.random.default_rng(0).integers(0, 256, 70_002, dtype=np.uint8)
     for size in SIZES:
         for begin in (0, 1):
             for value in (0, 1, 0xFFFFFFFF, 0x12345678):

@@ -20,6 +20,7 @@ from thinwire.checkpoint.dcp import FileSums, write_metadata, write_pieces
 from thinwire.checkpoint.folder import Keep, Manifest, folder_of, leftovers, note_next_loss, point_to
 from thinwire.checkpoint.parts import METADATA, part_of, sync_folder
 from thinwire.checkpoint.state import Piece, Snapshot
+from thinwire.codecs.kernels.crc import crc32
 
 POLL_S = 0.02
 # Let the training thread return to tensors first: both need the interpreter, which switches only every 5 ms.
@@ -106,6 +107,8 @@ class Saver:
         self.folder, self.disk, self.keep, self.timeout_s = folder, disk, keep, timeout_s
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thinwire-checkpoint")
+        # A save that compiles its checksum would hold up the training thread.
+        self._thread.submit(crc32, bytes(512))
         self._saving: Future[str] | None = None
         self._staged: dict[str, Tensor] = {}
         # Savers that share a store use keys of their own.

@@ -123,7 +123,7 @@ def bytes_figure(run: RunFiles) -> Figure:
         sent = bin.mean("sent_bytes")
         chart.bar(bin.left, bin.right, 0, sent / size, "sent")
         chart.hover(bin.left, bin.right, f"{bin.name}: {bytes_text(sent)} sent")
-    legend = [("sent", f"sent: {run.typical_of} {bytes_text(run.typical('sent_bytes'))}")]
+    legend = [("sent", f"sent: {run.typical_text('sent_bytes', bytes_text)}")]
     notes = ["Payload that rank 0 sent."]
     if math.isfinite(plain):
         chart.rule(plain / size, "plain")
@@ -151,8 +151,8 @@ def time_figure(run: RunFiles) -> Figure:
         words = ", ".join(f"{style} {seconds_text(seconds)}" for style, seconds in parts)
         chart.hover(bin.left, bin.right, f"{bin.name}: {seconds_text(total)} ({words})")
     legend = [
-        ("compute", f"computing: {run.typical_of} {seconds_text(run.typical('compute_s'))}"),
-        ("waiting", f"waiting for communication: {run.typical_of} {seconds_text(run.typical('exposed_comm_s'))}"),
+        ("compute", f"computing: {run.typical_text('compute_s', seconds_text)}"),
+        ("waiting", f"waiting for communication: {run.typical_text('exposed_comm_s', seconds_text)}"),
     ]
     if "other" in drawn:
         legend.append(("other", "other"))
@@ -174,7 +174,7 @@ def beside_figure(run: RunFiles, key: str, where: str) -> Figure:
         chart.hover(bin.left, bin.right, f"{bin.name}: {words}")
     chart.line(thin_out(predicted), "heldout")
     legend = [
-        ("compute", f"measured: {run.typical_of} {seconds_text(run.typical(key))}"),
+        ("compute", f"measured: {run.typical_text(key, seconds_text)}"),
         ("heldout", f"predicted: {seconds_text(run.last(f'predicted_{key}'))}"),
     ]
     notes = [note] if note else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -52,12 +53,11 @@ class RunFiles:
         values = [value for step, value in finite if step > before] or [value for _, value in finite]
         return median(values[1:] or values) if values else math.nan
 
-    @property
-    def typical_of(self) -> str:
-        """What `typical` is called: over all steps, or over those since the last resume."""
+    def typical_text(self, key: str, unit: Callable[[float], str]) -> str:
+        """The median in words, with the steps that it leaves out; unit: writes the value."""
         before = number(self.summary.get("resumed_after", 0))
         is_resumed = any(number(row["step"]) <= before for row in self.steps)
-        return f"median after step {before:.0f}" if is_resumed else "median"
+        return f"median {unit(self.typical(key))}" + (f" after step {before:.0f}" if is_resumed else "")
 
     def last(self, key: str) -> float:
         """The last finite value of a key; NaN if there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
@@ -11,9 +11,6 @@ from numba import types
 
 from thinwire.codecs.kernels.common import kernel
 from thinwire.codecs.kernels.vectors import Generated, address_of, intrinsic
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 I8, PAIR = ir.IntType(8), ir.VectorType(ir.IntType(64), 2)
 # x^(512 + 32) and x^(512 - 32) modulo the polynomial of CRC-32, bits in reverse order, times x.
@@ -54,13 +51,13 @@ def _fold(data: Any, num_steps: Any, state: Any) -> None:
         _fold_step(data, step * STEP_BYTES, state)
 
 
-def crc32(data: Buffer, value: int = 0) -> int:
-    """zlib.crc32(data, value). Lets other threads run.
+def crc32(data: Any, value: int = 0) -> int:
+    """zlib.crc32(data, value) of a contiguous buffer. Lets other threads run.
 
     64 bytes are replaced by 64 others, further on in the data, that leave the same remainder, until few are left.
     Source: Gopal et al., "Fast CRC computation for generic polynomials using PCLMULQDQ" (Intel, 2009).
     """
-    octets = np.frombuffer(data, dtype=np.uint8)
+    octets: Any = np.frombuffer(data, dtype=np.uint8)
     num_steps = (octets.size - STATE_BYTES) // int(STEP_BYTES)
     if not CAN_FOLD or num_steps < 1:
         return zlib.crc32(octets, value)

@@ -123,7 +123,7 @@ def test_first_weights_are_those_of_the_model_in_any_order(preset: str, override
     whole, shapes = (build(preset, 64, 16, overrides=overrides) for build in (build_model, build_skeleton))
     assert isinstance(shapes, Llama)
     names = [name for name, _ in whole.named_parameters()]
-    for asked in (names, names[::-1], names[1::3] + names[::3]):
+    for asked in (names, names[::-1], names[5:6] + names[:5] + names[6:]):
         first = FirstWeights(shapes, seed=0)
         for name in asked:
             assert torch.equal(first(name), whole.get_parameter(name)), name

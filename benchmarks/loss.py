@@ -44,7 +44,7 @@ BASE = TrainConfig(
 )
 MODELS = {
     "tiny": replace(BASE, model="tiny", seq_len=64, micro_batch=2, steps=2000, lr=3e-3),
-    "demo": replace(BASE, model="demo", seq_len=256, micro_batch=4, steps=300, lr=1e-3),
+    "demo": replace(BASE, model="demo", seq_len=256, micro_batch=4, steps=300, lr=1e-3, dtype="bf16"),
 }
 # What is varied, as a contestant, and the ranks of a node.
 EXACT = "inter_gradients=fp32,vector_gradients=fp32"

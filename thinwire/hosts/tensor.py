@@ -268,8 +268,14 @@ class CopiedGradients:
         self.group = axis.mesh.get_group()
         # {name: (norm, sum / sqrt(number of elements)) of the first gradient}
         self.seen: dict[str, tuple[float, float]] = {}
-        local = set(axis.local_names())
-        whole = [(n, p) for n, p in model.named_parameters() if n not in local and p.requires_grad]
+        # By identity, since wrappers such as DDP put a prefix before names.
+        cut = {
+            id(module._parameters[attribute])
+            for module, names in axis.places.items()
+            for attribute, name in names.items()
+            if axis.cuts[name].dim is not None
+        }
+        whole = [(n, p) for n, p in model.named_parameters() if id(p) not in cut and p.requires_grad]
         self._hooks = [param.register_hook(partial(self._see, name)) for name, param in whole]
 
     def _see(self, name: str, gradient: Tensor) -> None:

@@ -135,7 +135,10 @@ def test_explain_knows_what_cut_islands_exchange(runs: RunsOfRanks) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--mesh", "data=2,tensor=3"), r"--mesh data=2,tensor=3 has 6 ranks and the run has 4: .*nearest: --workers 6"),
+        (
+            ("--mesh", "data=2,tensor=3"),
+            r"--mesh data=2,tensor=3 has 6 ranks and the run has 4: .*nearest: --workers 6",
+        ),
         ((*MESH, "--local-size", "1"), "a tensor axis of 2 ranks would span nodes.*nearest: --local-size 2"),
         (("--mesh", "data=2,tensr=2"), "; nearest: tensor"),
         (("--mesh", "data=two"), "must be AXIS=RANKS"),

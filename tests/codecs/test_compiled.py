@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.conformance.codec_suite import gaussian, same_bits
 from thinwire.codecs import Codec, Hadamard, Integer, backends
 
-CODECS: list[Codec] = [
-    Integer(4, 128, "stochastic"),
+CODECS: list[Any] = [
+    # Its operations are those of the rotated one, too.
+    pytest.param(Integer(4, 128, "stochastic"), marks=pytest.mark.whole),
     Integer(8, 64, "nearest", "bf16"),
     Integer(3, 50, "nearest"),
     Hadamard(Integer(4, 64, "stochastic", "bf16")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from thinwire.training.trainer import Trainer
 
 def small_config(folder: Path, **more: Any) -> TrainConfig:
     """A run of the smallest model, whose text lies in the folder too."""
-    (folder / "data.txt").write_text("some words to learn\n" * 200)
+    if not (folder / "data.txt").exists():
+        # Ranks may come here at the same time: none may read half of what another one writes.
+        part = folder / f"data-{os.getpid()}"
+        part.write_text("some words to learn\n" * 200)
+        part.replace(folder / "data.txt")
     return TrainConfig(
         model="tiny", data=str(folder / "data.txt"), cache_dir=str(folder / "cache"), run_dir=str(folder / "run"),
         seq_len=16, micro_batch=2, eval_sequences=2, dtype="fp32", **more,

@@ -258,7 +258,8 @@ class CopiedGradients:
     """Compares the gradients of parameters that all ranks of the axis hold whole, in the first step that is finite.
 
     A parameter between a matrix that is cut by columns and one that is cut by rows, such as a norm of the queries of
-    all heads, gets on each rank the gradient of that rank's columns alone. Its copies would drift apart.
+    all heads, gets on each rank the gradient of that rank's columns alone. Its copies would drift apart. FSDP2 runs no
+    hooks of parameters, so nothing is compared with it.
     """
 
     # Part of a gradient's norm by which ranks may differ: on a GPU, sums may depend on the order of threads.

@@ -58,7 +58,7 @@ from thinwire.models.moe import MoELlama, check_axes
 from thinwire.models.tensor import cut_over
 from thinwire.optim import SummingOptimizer
 from thinwire.registry import check_on_mesh
-from thinwire.state.replicas import check_agreement, optimizer_options
+from thinwire.state.given import optimizer_options, same_on_all_ranks
 from thinwire.table import SENT, Row, announce as announce_table
 
 __all__ = ["PipelinedModel", "Stage", "apply", "parallelize", "pipeline"]
@@ -525,10 +525,11 @@ def parallelize(
     check_arguments("parallelize", model, optimizer, local_size=local_size, overlap=overlap, seed=seed,
         timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
-    given = AxisMethods.of(methods, model, mesh, has_initial=initial is not None)
-    check_joint(optimizer, sizes_of(mesh))
-    alike = {"methods": given.alike, "local_size": local_size, "overlap": overlap, "seed": seed, "checked": checked}
-    check_agreement(mesh.mesh.flatten().tolist(), alike | optimizer_options(optimizer), timeout_s)
+    with same_on_all_ranks(mesh.mesh.flatten().tolist(), timeout_s) as alike:
+        given = AxisMethods.of(methods, model, mesh, has_initial=initial is not None)
+        check_joint(optimizer, sizes_of(mesh))
+        alike |= {"methods": given.alike, "local_size": local_size, "overlap": overlap, "seed": seed}
+        alike |= {"checked": checked} | optimizer_options(optimizer, model)
     names, method, part, stages, tensor, experts = names_of(mesh), given.method, None, None, None, None
     of_ranks: dict[str, Any] = {"seed": seed, "timeout_s": timeout_s, "checked": checked}
     of_island = " of this island" if isinstance(method, Connected) else ""

@@ -21,6 +21,21 @@ def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members 
     """A new process group over the same ranks, for one user only; no group for a single rank."""
     if isinstance(group, Members):
         return group
+    ranks = joined_ranks(group)
+    if len(ranks) == 1:
+        return Members(None, ranks, 0)
+    rank = ranks.index(dist.get_rank())
+    idle = _idle_groups.get((dist.group.WORLD, tuple(ranks)))
+    if idle:
+        return Members(idle.pop(0), ranks, rank)
+    # torch names a group of some ranks by the number of groups its maker is in, and hangs if ranks differ in it.
+    local = len(ranks) < dist.get_world_size()
+    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=local)
+    return Members(own, ranks, rank)
+
+
+def joined_ranks(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None) -> list[int]:
+    """The global ranks of a group that this rank joins; [0] without a process group. Raises ConfigError."""
     if not dist.is_initialized():
         asked = int(os.environ.get("WORLD_SIZE", "1"))
         if group is not None or asked > 1:
@@ -28,20 +43,11 @@ def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members 
                 f"torch.distributed is not initialised but WORLD_SIZE is {asked}: "
                 "call torch.distributed.init_process_group('gloo') first"
             )
-        return Members(None, [0], 0)
+        return [0]
     ranks = ranks_of(group)
     if dist.get_rank() not in ranks:
         raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks} it was asked to join")
-    rank = list(ranks).index(dist.get_rank())
-    if len(ranks) == 1:
-        return Members(None, list(ranks), rank)
-    idle = _idle_groups.get((dist.group.WORLD, tuple(ranks)))
-    if idle:
-        return Members(idle.pop(0), list(ranks), rank)
-    # torch names a group of some ranks by the number of groups its maker is in, and hangs if ranks differ in it.
-    local = len(ranks) < dist.get_world_size()
-    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=local)
-    return Members(own, list(ranks), rank)
+    return ranks
 
 
 def ranks_of(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -31,10 +32,13 @@ def gather(store: dist.Store, rank: int, world_size: int, mine: T, what: str) ->
     what: the purpose, for the message. Raises PeerLostError, which names the ranks that have not come within the
     store's timeout, and since when they are waited for.
     """
-    start, timeout_s = time.time(), _compat.timeout_of(store)
-    key = f"thinwire/gather/{store.add(f'thinwire/gathers/{rank}', 1)}/{{}}".format
-    store.set(key(rank), pickle.dumps(mine).hex())
-    silent = set(range(world_size))
+    return gather_among(store, range(world_size), rank, mine, what, _compat.timeout_of(store))
+
+
+def gather_among(store: dist.Store, ranks: Sequence[int], rank: int, mine: T, what: str, timeout_s: float) -> list[T]:
+    """As `gather`, for these ranks alone; rank: this one's number in the world. Each set of ranks counts its calls."""
+    start, key = time.time(), _tell(store, rank, mine)
+    silent = set(ranks)
     while silent := {other for other in silent if not store.check([key(other)])}:
         if time.time() > start + timeout_s:
             since = time.strftime("%H:%M:%S", time.localtime(start))
@@ -43,4 +47,16 @@ def gather(store: dist.Store, rank: int, world_size: int, mine: T, what: str) ->
                 f"{what} since {since}, longer than {timeout_s:g} s"
             )
         time.sleep(POLL_S)
-    return [pickle.loads(bytes.fromhex(store.get(key(other)).decode())) for other in range(world_size)]
+    return [pickle.loads(bytes.fromhex(store.get(key(other)).decode())) for other in ranks]
+
+
+def tell(store: dist.Store, rank: int, mine: object) -> None:
+    """This rank's part of the next `gather_among`, for a rank that does not wait for the others' parts."""
+    _tell(store, rank, mine)
+
+
+def _tell(store: dist.Store, rank: int, mine: object) -> Callable[[int], str]:
+    """State it, and return the key under which a rank states it."""
+    key = f"thinwire/gather/{store.add(f'thinwire/gathers/{rank}', 1)}/{{}}".format
+    store.set(key(rank), pickle.dumps(mine).hex())
+    return key

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 
+SPARSE = (
+    "the gradient of {!r} is sparse, and gradients travel dense here: make its nn.Embedding or nn.EmbeddingBag with "
+    "sparse=False"
+)
+
 
 def check_dense(name: str, grad: Tensor | None) -> None:
     """Raise ConfigError for a sparse gradient."""
     if grad is not None and grad.layout != torch.strided:
-        raise ConfigError(
-            f"the gradient of {name!r} is sparse, and gradients travel dense here: make its nn.Embedding with "
-            "sparse=False"
-        )
+        raise ConfigError(SPARSE.format(name))

@@ -34,6 +34,8 @@ class StepStatus:
         stop: whether this rank asks to stop.
         used: for each parameter, whether it had a gradient on this rank; empty if that is not needed.
         told: a number, 0 to MOST_TOLD, for all ranks; that of the first rank counts.
+        edited: whether other code than the optimizer has changed this rank's weights. It takes no byte: it is the sign
+            of `squares`.
     """
 
     squares: float
@@ -41,10 +43,12 @@ class StepStatus:
     stop: bool = False
     used: Sequence[bool] = ()
     told: int = 0
+    edited: bool = False
 
     def pack(self, num_parameters: int = 0) -> Tensor:
         """The status as uint8 [word_bytes], with room for `num_parameters` parameters if other ranks report more."""
-        numbers = np.array([self.squares, self.loss], dtype=np.float64).view(np.uint8)
+        squares = math.copysign(self.squares, -1.0 if self.edited else 1.0)
+        numbers = np.array([squares, self.loss], dtype=np.float64).view(np.uint8)
         used = np.zeros(max(num_parameters, len(self.used)), dtype=np.uint8)
         used[: len(self.used)] = self.used
         bits = np.packbits(used)
@@ -60,6 +64,7 @@ class Agreed(NamedTuple):
         stop: whether any rank asks to stop.
         used: for each parameter, whether it had a gradient on any rank that holds it.
         told: the first rank's number.
+        edited: whether other code than the optimizer has changed the weights of any rank.
     """
 
     norm: float
@@ -67,6 +72,7 @@ class Agreed(NamedTuple):
     stop: bool
     used: list[bool]
     told: int
+    edited: bool
 
     @classmethod
     def of(cls, words: Tensor, num_parameters: int = 0, holders: Sequence[int] | None = None) -> Agreed:
@@ -78,11 +84,12 @@ class Agreed(NamedTuple):
         numbers = np.frombuffer(rows[:, :NUMBER_BYTES].tobytes(), dtype=np.float64).reshape(-1, NUMBERS)
         told = rows if holders is None else rows[list(holders)]
         bits = np.bitwise_or.reduce(told[:, NUMBER_BYTES + 1 :], axis=0)
-        norm = math.sqrt(total) if (total := float(numbers[:, 0].sum())) >= 0 else math.nan
+        total = float(np.abs(numbers[:, 0]).sum())
         return cls(
-            norm,
+            math.sqrt(total),
             float(numbers[:, 1].mean()),
             bool((rows[:, NUMBER_BYTES] & 1).any()),
             [bool(bit) for bit in np.unpackbits(bits)[:num_parameters]],
             int(rows[0, NUMBER_BYTES]) >> 1,
+            bool(np.signbit(numbers[:, 0]).any()),
         )

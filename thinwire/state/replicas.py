@@ -9,11 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Communicator
-from thinwire.collectives.groups import give_back, own_members
 from thinwire.device import check_current
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.table import Row
@@ -65,50 +63,6 @@ def same_options(comm: Communicator, asked: str) -> None:
     """Raise ConfigError if ranks ask for different options. A collective."""
     if odd := odd_ranks(comm, digest([asked.encode()])):
         raise ConfigError(f"rank {odd[0]} has other options than rank {comm.global_ranks[0]}; here: {asked}")
-
-
-def check_agreement(
-    group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None, options: Mapping[str, object], timeout_s: float
-) -> None:
-    """Raise ConfigError on all ranks if any rank's options differ from the first rank's. A collective.
-
-    It runs before there is a Communicator: with different local sizes, a Communicator's messages would not match.
-    """
-    members = own_members(group, timeout_s)
-    if members.group is None:
-        return
-    mine = {option: shown(value) for option, value in options.items()}
-    told: list[Any] = [mine] * len(members.names)
-    dist.all_gather_object(told, mine, group=members.group)
-    give_back(members)
-    first, *_ = members.names
-    for rank, theirs in zip(members.names, told, strict=True):
-        for option in told[0] | theirs:
-            here, there = theirs.get(option, "not given"), told[0].get(option, "not given")
-            if here != there:
-                raise ConfigError(
-                    f"{option} of rank {rank} is {here}, and of rank {first} {there}: must be the same on all ranks"
-                )
-
-
-def shown(value: object) -> str:
-    """The value as text, the same in all processes: an object that would show its address is shown by its class."""
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
-    return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
-
-
-def optimizer_options(optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
-    """The class of an optimizer and the numbers of each of its groups, such as lr; for `check_agreement`."""
-    if optimizer is None:
-        return {"optimizer": None}
-    groups = {
-        f"{option} of parameter group {number}": value
-        for number, group in enumerate(optimizer.param_groups)
-        for option, value in group.items()
-        if option not in ("params", "param_names")
-    }
-    return {"optimizer": type(optimizer).__name__} | groups
 
 
 def compare_replicas(comm: Communicator, tensors: Iterable[Tensor], step: int, num_kinds: int = 1) -> None:

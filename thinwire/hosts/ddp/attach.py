@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import _compat
@@ -17,10 +18,12 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.arguments import check_arguments, check_instance, check_max_norm
 from thinwire.hosts.ddp.hook import hand_over
 from thinwire.hosts.ddp.reducer import BucketReducer, learning_rates
+from thinwire.hosts.dense import SPARSE
 from thinwire.methods.ddp import DDPMethod
 from thinwire.state.clipping import clip_factor
+from thinwire.state.given import optimizer_options, same_on_all_ranks
 from thinwire.state.memory import Place
-from thinwire.state.replicas import check_agreement, check_layout, check_updates, optimizer_options, unwrapped
+from thinwire.state.replicas import check_layout, check_updates, unwrapped
 from thinwire.table import Row, announce as announce_table, sent_row
 
 log = logging.getLogger("thinwire")
@@ -30,6 +33,9 @@ WAYS_AROUND: dict[str, Callable[[DistributedDataParallel], bool]] = {
     "mixed_precision": lambda ddp: ddp.mixed_precision is not None,
     "delay_all_reduce_named_params": _compat.delays_parameters,
 }
+
+# Options that decide which ranks wait for which messages.
+SAME_IN_DDP = ("find_unused_parameters", "static_graph")
 
 
 def compress_ddp(
@@ -74,29 +80,38 @@ def compress_ddp(
             f"{type(method).__name__} does not average gradients in DistributedDataParallel: give a method that does, "
             "such as thinwire.PowerSGD(), or shard the model with fully_shard, for which there is compress_fsdp"
         )
-    for option, around in WAYS_AROUND.items():
-        if around(model):
-            raise ConfigError(f"compress_ddp can't compress gradients of a DDP with {option}: make the DDP without it")
-    trained = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
-    for name, param in trained.items():
-        if param.dtype != torch.float32:
-            raise ConfigError(f"{name!r} is {param.dtype}: gradients of parameters must be float32; use autocast")
-    if method.whole_step and model.find_unused_parameters:
-        raise ConfigError(
-            f"{method.name} may send gradients that an earlier step held back, so all parameters must take part in "
-            "every step: give DDP find_unused_parameters=False"
-        )
     optimizer = unwrapped(optimizer)
-    if optimizer is not None:
-        check_updates(optimizer, list(model.module.parameters()), "DistributedDataParallel")
-    method.check(model.module, optimizer)
-    options = {"method": method, "local_size": local_size, "seed": seed, "checked": checked}
-    check_agreement(model.process_group, options | optimizer_options(optimizer), timeout_s)
+    with same_on_all_ranks(model.process_group, timeout_s) as given:
+        _check_model(model, method)
+        if optimizer is not None:
+            check_updates(optimizer, list(model.module.parameters()), "DistributedDataParallel")
+        method.check(model.module, optimizer)
+        given |= {"method": method, "local_size": local_size, "seed": seed, "checked": checked}
+        given |= {f"DDP's {option}": getattr(model, option) for option in SAME_IN_DDP}
+        given |= optimizer_options(optimizer, model.module)
     comm = Communicator(model.process_group, local_size=local_size, timeout_s=timeout_s, checked=checked)
     handle = CompressedDDP(model, method, optimizer, comm, seed)
     if announce and comm.rank == 0:
         announce_table(handle.describe())
     return handle
+
+
+def _check_model(model: DistributedDataParallel, method: DDPMethod) -> None:
+    """Raise ConfigError for a DDP whose gradients the method can't average."""
+    for option, around in WAYS_AROUND.items():
+        if around(model):
+            raise ConfigError(f"compress_ddp can't compress gradients of a DDP with {option}: make the DDP without it")
+    for name, param in model.module.named_parameters():
+        if param.requires_grad and param.dtype != torch.float32:
+            raise ConfigError(f"{name!r} is {param.dtype}: gradients of parameters must be float32; use autocast")
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(SPARSE.format(f"{name}.weight".removeprefix(".")))
+    if method.whole_step and model.find_unused_parameters:
+        raise ConfigError(
+            f"{method.name} may send gradients that an earlier step held back, so all parameters must take part in "
+            "every step: give DDP find_unused_parameters=False"
+        )
 
 
 class CompressedDDP:

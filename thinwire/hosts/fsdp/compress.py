@@ -28,14 +28,13 @@ from thinwire.hosts.fsdp.reduce import ReduceScatter, ReplicaGroup
 from thinwire.hosts.fsdp.unit import GatheredUnit
 from thinwire.hosts.fsdp.watch import Watched
 from thinwire.methods.interface import GatheredMethod
+from thinwire.state.given import optimizer_options, parameters_of, same_on_all_ranks
 from thinwire.state.replicas import (
     ReplicaError,
-    check_agreement,
     check_layout,
     check_state,
     check_updates,
     digest,
-    optimizer_options,
     short_digest,
     unwrapped,
     updates_any,
@@ -84,14 +83,15 @@ def compress_fsdp(
     check_arguments("compress_fsdp", model, unwrapped(optimizer), local_size=local_size, overlap=overlap,
         dead_steps=dead_steps, seed=seed, timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
-    method = _checked(method)
     groups = groups_of(model)
-    dog, optimizer = Watchdog(dead_steps), unwrapped(optimizer)
-    if optimizer is not None:
-        _check_optimizer(optimizer, model, groups)
-    ranks, options = mesh_ranks(groups), {"method": method, "local_size": local_size, "overlap": overlap, "seed": seed}
-    options |= {"dead_steps": dead_steps, "checked": checked}
-    check_agreement(ranks, options | optimizer_options(optimizer), timeout_s)
+    ranks, dog, optimizer = mesh_ranks(groups), Watchdog(dead_steps), unwrapped(optimizer)
+    with same_on_all_ranks(ranks, timeout_s) as given:
+        method = _checked(method)
+        if optimizer is not None:
+            _check_optimizer(optimizer, model, groups)
+        given |= {"method": method, "local_size": local_size, "overlap": overlap, "seed": seed}
+        given |= {"dead_steps": dead_steps, "checked": checked} | optimizer_options(optimizer, model)
+        given |= parameters_of(dict(model.named_parameters()))
     comm = Communicator(ranks, local_size=local_size, timeout_s=timeout_s, checked=checked)
 
     def started(compressed: CompressedFSDP) -> None:

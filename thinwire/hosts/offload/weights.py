@@ -19,7 +19,7 @@ from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.guard import Hook
 from thinwire.hosts.sharded.passing import tensors_in
 from thinwire.hosts.sharded.seeds import Seeds
-from thinwire.hosts.sharded.weights import Weights, tell_of_edits
+from thinwire.hosts.sharded.weights import Weights
 from thinwire.state.replicas import fingerprint
 
 # Buckets whose updated weights are under way while the next one is stepped.
@@ -154,7 +154,7 @@ class WeightsOnDisk(Weights):
         finally:
             for bucket in buckets:
                 if fingerprint(bucket.live) != seen[bucket]:
-                    tell_of_edits(bucket, [slot.name for slot in bucket.slots])
+                    self.tell_of_edits(bucket, [slot.name for slot in bucket.slots])
                     bucket.set_masters(bucket.own.float())
                 self.replicas.changed(bucket)
             self.replicas.make_room()

@@ -310,18 +310,21 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
 
     def _agree(self) -> Tensor:
         """Agree with all ranks on the global norm, the parameters with gradients, the mean loss, and stopping."""
-        norm = math.nan
+        norm, edited = math.nan, False
         for comm in self._comms:
             slots = self._slots_of(comm)
             squares = self._squares() if comm is self.comm else 0.0
             used = [slot.name in self._gradients.used for slot in slots]
-            word = StepStatus(squares, self._loss, self._stop, used, self.told)
+            word = StepStatus(squares, self._loss, self._stop, used, self.told, self._weights.edited)
             agreed = self._ranks_of(comm).agree(word)
             of_slots = zip(slots, agreed.used, strict=True)
             self._gradients.used.update(slot.name for slot, is_used in of_slots if is_used)
             if comm is self.comm:
                 norm, self.mean_loss, self.told = agreed.norm, agreed.loss, agreed.told
-                self.stop_requested = self.stop_requested or agreed.stop
+                self.stop_requested, edited = self.stop_requested or agreed.stop, agreed.edited
+        if edited:
+            self._weights.edited = False
+            self.check_replicas()
         return torch.tensor(norm, dtype=torch.float64)
 
     def _squares(self) -> float:

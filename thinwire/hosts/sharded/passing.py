@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
 from thinwire.hosts.sharded.guard import Hook
 from thinwire.hosts.sharded.seeds import Seeds
-from thinwire.hosts.sharded.weights import Weights, moved, tell_of_edits
+from thinwire.hosts.sharded.weights import Weights, moved, versions_of
 
 # Units whose updated weights are under way while an earlier one computes: more would delay the gathers behind them.
 AHEAD = 2
@@ -155,14 +155,13 @@ class PassingWeights(Weights):
             passage.is_whole = passage.is_kept = False
 
     def _note(self, unit: LiveUnit) -> None:
-        versions = {bucket: [slot.param._version for slot in bucket.slots] for bucket in unit.buckets}
-        self._passages[unit].versions = versions
+        self._passages[unit].versions = {bucket: versions_of(bucket) for bucket in unit.buckets}
 
     def _take_edited(self, unit: LiveUnit) -> None:
         for bucket, versions in self._passages[unit].versions.items():
             edited = [s for s, seen in zip(bucket.slots, versions, strict=True) if s.param._version != seen]
             if edited:
-                tell_of_edits(bucket, [slot.name for slot in edited])
+                self.tell_of_edits(bucket, [slot.name for slot in edited])
             for slot in edited:
                 bucket.adopt(slot, slot.span.of(bucket.live))
         self._note(unit)

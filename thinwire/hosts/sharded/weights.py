@@ -30,6 +30,9 @@ class Weights:
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, at_once: int | None = None) -> None:
         self.units, self.seeds, self.at_once = units, seeds, at_once
         self.unsent: deque[LiveUnit] = deque()
+        # Whether other code changed weights since the ranks last compared theirs.
+        self.edited = False
+        self._versions = {bucket: versions_of(bucket) for unit in units for bucket in unit.buckets}
         self._coming: dict[LiveUnit, list[tuple[FlatBucket, Future[None]]]] = {}
 
     def send(self, updated: Iterable[LiveUnit]) -> None:
@@ -90,7 +93,8 @@ class Weights:
     def settle(self) -> None:
         """Wait until all weights are up to date, and copy changes from outside, such as loading, to the masters.
 
-        Each rank checks the part of the weights for which it has the masters.
+        Each rank checks the part of the weights for which it has the masters. Of other parts it notes that they were
+        changed, for the ranks to compare.
         """
         self.wait_all()
         for bucket in (bucket for unit in self.units for bucket in unit.buckets if not self.is_away(bucket)):
@@ -98,9 +102,12 @@ class Weights:
                 if slot.param.data_ptr() != slot.span.of(bucket.live).data_ptr():
                     raise moved(slot)
             if fingerprint(bucket.own) != bucket.seen:
-                tell_of_edits(bucket, [slot.name for slot in bucket.slots])
+                self.tell_of_edits(bucket, [slot.name for slot in bucket.slots])
                 bucket.set_masters(bucket.own.float())
                 bucket.note()
+            versions = versions_of(bucket)
+            self.edited = self.edited or versions != self._versions[bucket]
+            self._versions[bucket] = versions
 
     def free(self) -> None:
         """Wait until no weights are on their way. Nothing computes with them until `bring` is called again."""
@@ -119,6 +126,16 @@ class Weights:
         """Whether a module's forward brings the rows of its weight that it needs, and no others."""
         return False
 
+    def tell_of_edits(self, bucket: FlatBucket, names: Sequence[str]) -> None:
+        """Warn that other code changed weights, and that the changes are kept; note it for the other ranks."""
+        where = f"of {names[0]!r}" if len(names) == 1 else f"between {names[0]!r} and {names[-1]!r}"
+        log.warning(
+            "thinwire: rank %d: weights %s were changed outside the optimizer; their new values are taken as the "
+            "masters, and the next step compares the ranks' weights",
+            bucket.comm.global_ranks[bucket.comm.rank], where,
+        )  # fmt: skip
+        self.edited = True
+
     def shard(self, bucket: FlatBucket) -> Tensor:
         """The compute weights of a bucket on this rank. Read them before you ask for another bucket's."""
         return bucket.shard
@@ -132,18 +149,14 @@ class Weights:
         self.wait(unit)
 
 
+def versions_of(bucket: FlatBucket) -> list[int]:
+    """How often other code wrote to each parameter in place; what the host does is not counted."""
+    return [slot.param._version for slot in bucket.slots]
+
+
 def moved(slot: Slot) -> RuntimeError:
     """The error for a parameter that no longer lies in the memory that the host trains."""
     return RuntimeError(
         f"{slot.name!r} no longer lies where zero() put it, so training would not reach it: convert, move or load with "
         "assign=True before calling zero(), and copy new values in place after"
     )
-
-
-def tell_of_edits(bucket: FlatBucket, names: Sequence[str]) -> None:
-    """Warn that other code changed weights, and that the changes are kept."""
-    where = f"of {names[0]!r}" if len(names) == 1 else f"between {names[0]!r} and {names[-1]!r}"
-    log.warning(
-        "thinwire: rank %d: weights %s were changed outside the optimizer; their new values are taken as the masters",
-        bucket.comm.global_ranks[bucket.comm.rank], where,
-    )  # fmt: skip

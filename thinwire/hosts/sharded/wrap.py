@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TypeVar, Unpack
 
 import torch
@@ -26,7 +27,8 @@ from thinwire.layout.levels import Levels
 from thinwire.methods.memory import Residency, settled
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.elementwise import check_elementwise
-from thinwire.state.replicas import check_agreement, check_device, digest, equal_bits, odd_ranks, optimizer_options
+from thinwire.state.given import Given, optimizer_options, parameters_of, same_on_all_ranks
+from thinwire.state.replicas import check_device, digest, equal_bits, odd_ranks
 from thinwire.table import Row, announce as announce_table
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -85,13 +87,15 @@ def zero(
     check_arguments("zero", model, optimizer, local_size=local_size, bucket_numel=bucket_numel, overlap=overlap,
         seed=seed, timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
-    _check_method(method)
-    named = _trained_parameters(model, optimizer)
-    check_elementwise(optimizer)
-    if axis is None:
-        options = {"method": method, "local_size": local_size, "bucket_numel": bucket_numel, "overlap": overlap}
-        options |= {"seed": seed, "checked": checked}
-        check_agreement(group, options | optimizer_options(optimizer), timeout_s)
+    # `parallelize` has compared what is given with an axis.
+    with same_on_all_ranks(group, timeout_s) if axis is None else nullcontext(Given()) as given:
+        _check_method(method)
+        named = _trained_parameters(model, optimizer)
+        check_elementwise(optimizer)
+        given |= {"method": method, "local_size": local_size, "bucket_numel": bucket_numel, "overlap": overlap}
+        given |= {"seed": seed, "checked": checked} | optimizer_options(optimizer, model)
+        alike = {n: p for n, p in model.named_parameters() if group_for is None or group_for(n, p) is None}
+        given |= parameters_of(alike)
     ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked)
     comms, numbers = [ranks.comm], dict[tuple[int, ...], int]()
     group_for = group_for or (axis.group_for if axis is not None else None)

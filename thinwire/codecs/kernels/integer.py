@@ -296,4 +296,4 @@ def is_any_marked(packets: Array, num_scales: U64, shift: I32) -> bool:
                 seen |= np.int32(shorts_at(packets[number])[index])
             else:
                 seen |= words_at(packets[number])[index]
-    return seen < 0
+    return bool(seen < 0)

@@ -175,6 +175,10 @@ def test_wrong_buffers_are_refused() -> None:
     with pytest.raises(ValueError, match="packet must be"):
         codec.decode_sum([packet, packet[:-4]], torch.empty(1000))
     with pytest.raises(ValueError, match="out must be"):
+        codec.decode_all([packet, packet], [torch.empty(1000), torch.empty(999)])
+    with pytest.raises(ValueError, match="x must be"):
+        codec.encode_all([x, x[:999]], [packet, packet], counters=[0, 0])
+    with pytest.raises(ValueError, match="out must be"):
         codec.decode(packet, 1000, out=torch.empty(2000)[::2])
     with pytest.raises(ValueError, match="x must be"):
         Hadamard(codec).rotate_(torch.empty(33))

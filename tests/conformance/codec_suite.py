@@ -270,6 +270,21 @@ class CodecSuite:
             expected = total + values[0] + values[1] + values[2]
             assert same_bits(case.codec.decode_sum(packets, total, add=True), expected)
 
+    def test_several_at_once_are_as_each_alone(self, case: Case) -> None:
+        codec, counters = case.codec, [2**32 - 5 * case.codec.block, 0, 7 * case.codec.block]
+        for num_elements in (0, 1000, 2 * codec.block):
+            xs = [gaussian(num_elements, seed) for seed in range(3)]
+            packets = [torch.full((codec.packet_bytes(num_elements),), 255, dtype=torch.uint8) for _ in xs]
+            codec.encode_all(xs, packets, seed=3, counters=counters)
+            for x, counter, packet in zip(xs, counters, packets, strict=True):
+                assert torch.equal(packet, codec.encode(x, seed=3, counter=counter))
+            values = [codec.decode(packet, num_elements) for packet in packets]
+            for add in (False, True):
+                outs = [x.clone() for x in xs]
+                codec.decode_all(packets, outs, add=add)
+                for x, own, out in zip(xs, values, outs, strict=True):
+                    assert same_bits(out, x + own if add else own)
+
     def test_sums_commute_with_the_rotation(self, case: Case) -> None:
         codec, rotation, size = case.codec, case.codec.rotation, 4 * case.codec.block
         if rotation is None:
@@ -300,7 +315,8 @@ class CodecSuite:
         total = RotatedSum.of(codec, packets, torch.empty(size)).rotated_back()
         assert torch.allclose(total, expected, atol=1e-5)
         again = RotatedSum.of(codec, packets, torch.empty(size))
-        packet = again.encode(codec, seed=5, counter=0, out=torch.empty(codec.packet_bytes(size), dtype=torch.uint8))
+        packet = torch.empty(codec.packet_bytes(size), dtype=torch.uint8)
+        RotatedSum.encode_all([again], codec, seed=5, counters=[0], outs=[packet])
         second = RotatedSum.of(codec, [packet, packet], torch.empty(size)).rotated_back()
         if codec.traits.keeps_zeros == 1:
             assert not total[together].any() and not second[together].any()

@@ -76,6 +76,8 @@ def numba_or_torch(device: torch.device) -> str:
 
 def flat_fp32(x: Tensor) -> Tensor:
     """`x` as a flat contiguous fp32 tensor; `x` itself if it is one already."""
+    if x.dtype == torch.float32 and x.dim() == 1 and not x.requires_grad and x.is_contiguous():
+        return x
     return x.detach().reshape(-1).to(torch.float32).contiguous()
 
 
@@ -93,17 +95,18 @@ def packet_buffer(out: Tensor | None, num_bytes: int, device: torch.device) -> T
     """`out`, if it fits exactly this packet, or a fresh buffer. Raises ValueError for an `out` that does not fit."""
     if out is None:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    _check("out", out, num_bytes, torch.uint8)
+    check("out", out, num_bytes, torch.uint8)
     return out
 
 
 def check_buffers(packet: Tensor, num_bytes: int, out: Tensor, num_elements: int) -> None:
     """Raises ValueError unless the packet and the output have the sizes that the codec promised."""
-    _check("packet", packet, num_bytes, torch.uint8)
-    _check("out", out, num_elements, torch.float32)
+    check("packet", packet, num_bytes, torch.uint8)
+    check("out", out, num_elements, torch.float32)
 
 
-def _check(what: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
+def check(what: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
+    """Raises ValueError unless the tensor is flat and contiguous, of this size and dtype."""
     if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
         raise ValueError(
             f"{what} must be a flat contiguous {dtype} tensor of {size} elements, "
@@ -111,57 +114,78 @@ def _check(what: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
         )
 
 
-def encode(x: Tensor, out: Tensor, groups: Groups, *, rotation: int, rounding: Rounding) -> Tensor:
-    """Encode H x (`rotation` 0: x itself) as integers into the packet `out`; x is zero-padded to whole rows.
+def encode(
+    xs: Sequence[Tensor], outs: Sequence[Tensor], groups: Groups, *, rotation: int, is_stochastic: bool, seed: int,
+    counters: Sequence[int],
+) -> None:  # fmt: skip
+    """Encode H x of each tensor (`rotation` 0: x itself) as integers; x is zero-padded to whole rows.
+
+    Args:
+        seed, counters: of the draws of stochastic rounding; counters: the number of each tensor's first element.
 
     Shape:
-        x: flat fp32 [n]. out: uint8, the packet of n elements, padded to whole rows.
+        xs: flat contiguous fp32, n elements each, one at least. outs: uint8, packets of n elements, padded to whole
+            rows.
     """
-    kernels = numba_module("integer", x.device)
+    kernels, n = numba_module("integer", xs[0].device), xs[0].numel()
+    num = n + (-n % rotation if rotation else 0)
     if kernels is None:
-        if rotation:
-            x = torch.nn.functional.pad(x, (0, -x.numel() % rotation))
-        keys, low = None, None
-        if rounding.is_stochastic:
-            keys, low = noise_keys(int(rounding.seed), int(rounding.counter), x.numel(), x.device)
-
-        def quantise(rows: Tensor, start: int) -> tuple[Tensor, Tensor]:
-            run = _plain("encode_rows", rows, groups.size, rotation, groups.bits, groups.bf16)
-            return run(rows, keys, None if low is None else low + start)
-
-        reference.encode_groups(quantise, x, out, groups)
-        return out
-    num = x.numel() + (-x.numel() % rotation if rotation else 0)
-    scales, codes, rest = sections(out.numpy(), num, groups)
-    rest[:] = 0
-    scratch = (
-        np.empty(min(groups.size, num) if rotation else 0, np.float32),
-        np.empty(3 * rotation, np.float32),
-        np.empty(min(groups.size, num) + 8, np.uint8),
-    )
+        for x, out, counter in zip(xs, outs, counters, strict=True):
+            _plain_encode(torch.nn.functional.pad(x, (0, num - n)), out, groups, rotation, is_stochastic, seed, counter)
+        return
+    codes_at, _, num_bytes = groups.sections(num)
+    size = min(groups.size, num)
     # A word more than half of them, as the first element may have the second dither of a word.
-    words = np.empty(max(min(groups.size, num), DITHERS_AT_ONCE) // 2 + 2 if rounding.is_stochastic else 0, np.uint32)
-    kernels.encode(x.numpy(), scales, codes, groups, rotation, rounding, *scratch, words, words.view(np.int16))
-    return out
+    words = np.empty(max(size, DITHERS_AT_ONCE) // 2 + 2 if is_stochastic else 0, np.uint32)
+    kernels.encode(
+        _addresses(xs), n, _addresses(outs), codes_at, num_bytes, groups, rotation, rounding(is_stochastic, seed, 0),
+        np.array([counter & MASK64 for counter in counters], np.uint64), np.empty(size if rotation else 0, np.float32),
+        np.empty(3 * rotation, np.float32), np.empty(size + 8, np.uint8), words, words.view(np.int16),
+    )  # fmt: skip
 
 
-def decode(packets: Sequence[Tensor], out: Tensor, groups: Groups, *, add: bool) -> Tensor:
-    """Decode integers: out = the sum of the packets' values in their order, or, with `add`, out += each of them.
+def _plain_encode(
+    x: Tensor, out: Tensor, groups: Groups, rotation: int, is_stochastic: bool, seed: int, counter: int
+) -> None:
+    keys, low = noise_keys(seed, counter, x.numel(), x.device) if is_stochastic else (None, None)
+
+    def quantise(rows: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        run = _plain("encode_rows", rows, groups.size, rotation, groups.bits, groups.bf16)
+        return run(rows, keys, None if low is None else low + start)
+
+    reference.encode_groups(quantise, x, out, groups)
+
+
+def decode(packets: Sequence[Sequence[Tensor]], outs: Sequence[Tensor], groups: Groups, *, add: bool) -> None:
+    """Decode integers: each out = the sum of its packets' values in their order, or, with `add`, out += each of them.
 
     Shape:
-        packets: uint8, each the packet of n elements. out: fp32 [n].
+        packets: uint8, each the packet of n elements; equally many for each out. outs: fp32 [n], one at least.
     """
-    kernels = numba_module("integer", out.device)
+    kernels, n = numba_module("integer", outs[0].device), outs[0].numel()
     if kernels is None:
-        for number, packet in enumerate(packets):
-            run = partial(_plain_decode, groups=groups, add=add or number > 0)
-            reference.decode_groups(run, packet, out, groups)
-        return out
-    codes_at, _, _ = groups.sections(out.numel())
-    addresses = np.array([packet.data_ptr() for packet in packets], np.uint64)
-    scratch = np.empty(min(groups.size, out.numel()) + 8, np.uint8)
-    kernels.decode(addresses, codes_at, out.detach().numpy(), groups, add, scratch)
-    return out
+        for out, own in zip(outs, packets, strict=True):
+            for number, packet in enumerate(own):
+                run = partial(_plain_decode, groups=groups, add=add or number > 0)
+                reference.decode_groups(run, packet, out, groups)
+        return
+    codes_at, _, _ = groups.sections(n)
+    addresses = np.array([[packet.data_ptr() for packet in own] for own in packets], np.uint64)
+    kernels.decode(addresses, codes_at, _addresses(outs), n, groups, add, np.empty(min(groups.size, n) + 8, np.uint8))
+
+
+def is_any_marked(packets: Sequence[Tensor], groups: Groups, num_elements: int) -> bool:
+    """Whether a scale of any packet, of `num_elements` elements, has its sign bit set."""
+    end_of_scales, _, _ = groups.sections(num_elements)
+    kernels = numba_module("integer", packets[0].device)
+    if kernels is None:
+        scales = torch.cat([packet[:end_of_scales] for packet in packets])
+        return bool((scales.view(torch.int16 if groups.bf16 else torch.int32) < 0).any())
+    return kernels.is_any_marked(_addresses(packets), end_of_scales // (2 if groups.bf16 else 4), groups.shift)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
+    return np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
 
 
 def _plain_decode(rows: Tensor, scales: Tensor, packed: Tensor, *, groups: Groups, add: bool) -> None:
@@ -170,7 +194,7 @@ def _plain_decode(rows: Tensor, scales: Tensor, packed: Tensor, *, groups: Group
 
 def rotate_(x: Tensor, block_size: int) -> Tensor:
     """x <- H x in place. Raises ValueError unless x is flat, contiguous, fp32 and of whole rows."""
-    _check("x", x, -(-x.numel() // block_size) * block_size, torch.float32)
+    check("x", x, -(-x.numel() // block_size) * block_size, torch.float32)
     kernels = numba_module("hadamard", x.device)
     if kernels is None:
         rows = x.view(-1, block_size)

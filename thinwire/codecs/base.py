@@ -96,6 +96,19 @@ class Codec(ABC):
         Returns the packet.
         """
 
+    def encode_all(
+        self, xs: Sequence[Tensor], outs: Sequence[Tensor], *, seed: int = 0, counters: Sequence[int]
+    ) -> None:
+        """Pack tensors of one length into a packet each, in one call of a kernel where one exists.
+
+        Args:
+            xs: n elements each, at least one tensor; see `encode`.
+            outs: uint8 [packet_bytes(n)] each, where the packets are written.
+            seed, counters: element i of tensor j draws its randomness from (seed, counters[j] + i).
+        """
+        for x, out, counter in zip(xs, outs, counters, strict=True):
+            self.encode(x, seed=seed, counter=counter, out=out)
+
     @abstractmethod
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
         """Unpack a packet.
@@ -132,6 +145,17 @@ class Codec(ABC):
                 self.decode(packet, out.numel(), out=out)
         return out
 
+    def decode_all(self, packets: Sequence[Tensor], outs: Sequence[Tensor], *, add: bool = False) -> None:
+        """Unpack each packet into its tensor, in one call of a kernel where one exists.
+
+        Args:
+            packets: uint8 [packet_bytes(n)] each, at least one.
+            outs: fp32 [n] each, changed in place.
+            add: add the values to the tensors.
+        """
+        for packet, out in zip(packets, outs, strict=True):
+            self.decode_sum([packet], out, add=add)
+
     def packet_add(self, packet: Tensor, out: Tensor) -> Tensor:
         """Add a packet to `out`, which then decodes to the sum of what both decode to.
 
@@ -146,6 +170,10 @@ class Codec(ABC):
     def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
         """Which groups of the packet are marked, bool [groups]; None: none of them. See `encode_marked`."""
         return None
+
+    def has_marks(self, packets: Sequence[Tensor], num_elements: int) -> bool:
+        """Whether any of the packets has a marked group."""
+        return any(self.marks(packet, num_elements) is not None for packet in packets)
 
     def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
         """Pack a tensor with one more bit for each group, which `marks` reads back.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,6 +81,14 @@ class Hadamard(Codec):
         rotated = torch.zeros(self._padded(x.numel()), dtype=torch.float32, device=x.device)
         rotated[: x.numel()] = x.detach().reshape(-1)
         return self.inner.encode(self.rotate_(rotated), seed=seed, counter=counter, out=out)
+
+    def encode_all(
+        self, xs: Sequence[Tensor], outs: Sequence[Tensor], *, seed: int = 0, counters: Sequence[int]
+    ) -> None:
+        if isinstance(self.inner, Integer):
+            self.inner.encode_all_rotated(xs, outs, rotation=self.block_size, seed=seed, counters=counters)
+        else:
+            super().encode_all(xs, outs, seed=seed, counters=counters)
 
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
         padded = self._padded(num_elements)

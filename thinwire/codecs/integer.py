@@ -71,17 +71,38 @@ class Integer(Grouped):
 
     def encode_rotated(self, x: Tensor, *, rotation: int, seed: int, counter: int, out: Tensor | None) -> Tensor:
         """Encode H x with Hadamard rows of length `rotation`, 0 for none; x is zero-padded to whole rows."""
-        flat = backends.flat_fp32(x)
-        num = flat.numel() + (-flat.numel() % rotation if rotation else 0)
-        out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
-        rounding = backends.rounding(self.rounding == "stochastic", seed, counter)
-        return backends.encode(flat, out, self.groups, rotation=rotation, rounding=rounding)
+        out = backends.packet_buffer(out, self._rotated_bytes(x.numel(), rotation), x.device)
+        self.encode_all_rotated([x], [out], rotation=rotation, seed=seed, counters=[counter])
+        return out
+
+    def encode_all(
+        self, xs: Sequence[Tensor], outs: Sequence[Tensor], *, seed: int = 0, counters: Sequence[int]
+    ) -> None:
+        self.encode_all_rotated(xs, outs, rotation=0, seed=seed, counters=counters)
+
+    def encode_all_rotated(
+        self, xs: Sequence[Tensor], outs: Sequence[Tensor], *, rotation: int, seed: int, counters: Sequence[int]
+    ) -> None:
+        """`encode_all` of H x, as `encode_rotated`."""
+        flat = [backends.flat_fp32(x) for x in xs]
+        num_elements = flat[0].numel()
+        num_bytes = self._rotated_bytes(num_elements, rotation)
+        for x, out in zip(flat, outs, strict=True):
+            backends.check("x", x, num_elements, torch.float32)
+            backends.check("out", out, num_bytes, torch.uint8)
+        is_stochastic = self.rounding == "stochastic"
+        backends.encode(
+            flat, outs, self.groups, rotation=rotation, is_stochastic=is_stochastic, seed=seed, counters=counters
+        )
+
+    def _rotated_bytes(self, num_elements: int, rotation: int) -> int:
+        return self.packet_bytes(num_elements + (-num_elements % rotation if rotation else 0))
 
     def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
-        if num_elements == 0:
-            return None
-        bits = self._scale_bits(packet, num_elements)
-        return bits < 0 if int(bits.amin()) < 0 else None
+        return self._scale_bits(packet, num_elements) < 0 if self.has_marks([packet], num_elements) else None
+
+    def has_marks(self, packets: Sequence[Tensor], num_elements: int) -> bool:
+        return backends.is_any_marked(packets, self.groups, num_elements)
 
     def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
         """See Codec. What has no scale, zero or NaN, is the same with and without a mark."""
@@ -97,12 +118,22 @@ class Integer(Grouped):
         return packet[:end].view(torch.int16 if self.groups.bf16 else torch.int32)
 
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:
-        return backends.decode([packet], out, self.groups, add=add)
+        backends.decode([[packet]], [out], self.groups, add=add)
+        return out
 
     def decode_sum(self, packets: Sequence[Tensor], out: Tensor, *, add: bool = False) -> Tensor:
+        num_bytes = self.packet_bytes(out.numel())
         for packet in packets:
-            backends.check_buffers(packet, self.packet_bytes(out.numel()), out, out.numel())
-        return backends.decode(packets, out, self.groups, add=add)
+            backends.check_buffers(packet, num_bytes, out, out.numel())
+        backends.decode([packets], [out], self.groups, add=add)
+        return out
+
+    def decode_all(self, packets: Sequence[Tensor], outs: Sequence[Tensor], *, add: bool = False) -> None:
+        num_elements = outs[0].numel()
+        num_bytes = self.packet_bytes(num_elements)
+        for packet, out in zip(packets, outs, strict=True):
+            backends.check_buffers(packet, num_bytes, out, num_elements)
+        backends.decode([[packet] for packet in packets], outs, self.groups, add=add)
 
     def backend(self, device: torch.device) -> str:
         return backends.name(device)

@@ -33,12 +33,10 @@ class RotatedSum:
         rotation = codec.rotation
         inner = codec if rotation is None else rotation.inner
         inner.decode_sum(packets, out)
-        if rotation is None:
-            return cls(out)
+        if rotation is None or not inner.has_marks(packets, out.numel()):
+            return cls(out, rotation)
         found = [rotation.left_alone(packet, out.numel()) for packet in packets]
         marked = [rows for rows in found if rows is not None]
-        if not marked:
-            return cls(out, rotation)
         chosen = torch.stack(marked).any(dim=0).nonzero().view(-1)
         total: Tensor | None = None
         for packet in packets:
@@ -58,6 +56,24 @@ class RotatedSum:
         if self.rotation and rotation and rotation.block_size == self.rotation.block_size:
             return rotation.encode_rotated(self.values, self.left_alone, seed=seed, counter=counter, out=out)
         return codec.encode(self.rotated_back(), seed=seed, counter=counter, out=out)
+
+    @staticmethod
+    def encode_all(
+        sums: Sequence[RotatedSum], codec: Codec, *, seed: int, counters: Sequence[int], outs: Sequence[Tensor]
+    ) -> None:
+        """`encode` of sums of one length, in one call of a kernel where all are rotated alike."""
+        values, rotation = [total.values for total in sums], codec.rotation
+        if all(total.rotation is None for total in sums):
+            codec.encode_all(values, outs, seed=seed, counters=counters)
+        elif rotation and all(total.is_wholly(rotation) for total in sums):
+            rotation.inner.encode_all(values, outs, seed=seed, counters=counters)
+        else:
+            for total, counter, out in zip(sums, counters, outs, strict=True):
+                total.encode(codec, seed=seed, counter=counter, out=out)
+
+    def is_wholly(self, rotation: Rotation) -> bool:
+        """Whether all rows are rotated as by `rotation`."""
+        return self.rotation is not None and self.rotation.block_size == rotation.block_size and self.left_alone is None
 
     def rotated_back(self) -> Tensor:
         """x itself, in the memory of `values`, which must not be used afterwards."""

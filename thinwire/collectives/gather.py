@@ -134,8 +134,8 @@ def all_gather(
 
     def unpack() -> Tensor:
         out = torch.empty(grid.world_size, num_elements, device=shard.device)
-        for rank in range(grid.world_size):
-            codec.decode(gathered[grid.local_rank(rank), grid.node(rank)], num_elements, out=out[rank])
+        packets = [gathered[grid.local_rank(rank), grid.node(rank)] for rank in range(grid.world_size)]
+        codec.decode_all(packets, out.unbind())
         return out
 
     return (yield from link.work("decode_s", operation, unpack))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
 SECONDS = ("encode_s", "send_s", "wait_s", "decode_s", "exposed_s")
@@ -82,6 +80,21 @@ class TimeSpan:
     end_s: float
 
 
+class TimedBlock:
+    """Context that counts its seconds; see Meter.timed. One is made for every message: it is no generator."""
+
+    __slots__ = "job", "kind", "meter", "start_s"
+
+    def __init__(self, meter: Meter, kind: str, job: str) -> None:
+        self.meter, self.kind, self.job, self.start_s = meter, kind, job, 0.0
+
+    def __enter__(self) -> None:
+        self.start_s = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.meter.add(self.kind, self.job, self.start_s, time.perf_counter())
+
+
 class Meter:
     """Adds up bytes and seconds. The communication thread writes it; any thread may read it.
 
@@ -91,18 +104,14 @@ class Meter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(SECONDS, 0.0)
-        self._operations: dict[tuple[str, str], OpReading] = {}
+        # Calls, sent bytes and received bytes.
+        self._operations: dict[tuple[str, str], list[int]] = {}
         self._num_damaged = 0
         self.spans: list[TimeSpan] | None = None
 
-    @contextmanager
-    def timed(self, kind: str, job: str = "") -> Iterator[None]:
+    def timed(self, kind: str, job: str = "") -> TimedBlock:
         """Add the block's wall-clock seconds to `kind`, one of SECONDS. job: name of the job."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(kind, job, start, time.perf_counter())
+        return TimedBlock(self, kind, job)
 
     def add(self, kind: str, job: str, start_s: float, end_s: float) -> None:
         """Add a span of time to `kind`. A kind that is not in SECONDS goes only to the timeline."""
@@ -114,10 +123,11 @@ class Meter:
 
     def count(self, operation: str, level: str, sent_bytes: int, received_bytes: int) -> None:
         """Add one call's payload."""
-        reading = OpReading(1, sent_bytes, received_bytes)
         with self._lock:
-            key = (operation, level)
-            self._operations[key] = self._operations.get(key, OpReading()) + reading
+            totals = self._operations.setdefault((operation, level), [0, 0, 0])
+            totals[0] += 1
+            totals[1] += sent_bytes
+            totals[2] += received_bytes
 
     def count_damaged(self) -> None:
         """Add one message that was damaged on its way."""
@@ -127,7 +137,8 @@ class Meter:
     def snapshot(self) -> MeterReading:
         """The totals so far, as a value that does not change later."""
         with self._lock:
-            operations, seconds, num_damaged = dict(self._operations), dict(self._seconds), self._num_damaged
+            operations = {key: OpReading(*totals) for key, totals in self._operations.items()}
+            seconds, num_damaged = dict(self._seconds), self._num_damaged
         return MeterReading(
             sent_bytes=sum(reading.sent_bytes for reading in operations.values()),
             received_bytes=sum(reading.received_bytes for reading in operations.values()),

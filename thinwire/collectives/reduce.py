@@ -8,8 +8,7 @@ operation have arrived.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from math import lcm
 
 import torch
@@ -118,18 +117,21 @@ def _hop_intra(
     total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32, device=device)
     grid = link.topology
     buffers = {peer: receives[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
-
-    def pack(i: int) -> None:
-        for y in range(num_nodes):
-            piece = (HOP_INTRA, grid.rank(y, i))
-            _encode(codec, lost, slices[y, i], piece, seed, counters[y][i], sends[i, y])
-
     round_ = link.exchange(operation, "intra", buffers)
-    for peer in [*link.local_peers(), link.rank]:
-        i = grid.local_rank(peer)
-        yield from link.work("encode_s", operation, partial(pack, i))
-        if peer != link.rank:
-            round_.send(peer, sends[i].view(-1))
+
+    def pack() -> None:
+        places = [(y, i) for i in range(local_size) for y in range(num_nodes)]
+        xs = [piece for column in slices.unbind(1) for piece in column.unbind()]
+        numbers, outs = [counters[y][i] for y, i in places], sends.flatten(0, 1).unbind()
+        if lost is None:
+            codec.encode_all(xs, outs, seed=seed, counters=numbers)
+        else:
+            pieces = [(HOP_INTRA, grid.rank(y, i)) for y, i in places]
+            _encode_each(codec, lost, xs, pieces, seed, numbers, outs)
+
+    yield from link.work("encode_s", operation, pack)
+    for peer in buffers:
+        round_.send(peer, sends[grid.local_rank(peer)].view(-1))
     yield from round_.finish()
 
     def add_up() -> list[RotatedSum]:
@@ -157,12 +159,18 @@ def _hop_inter(
     grid = link.topology
     buffers = {peer: receives[grid.node(peer)] for peer in link.node_peers()}
     round_ = link.exchange(operation, "inter", buffers, codec.length)
-    for peer in [*link.node_peers(), link.rank]:
-        y = grid.node(peer)
-        pack = partial(_encode_sum, codec, lost, sums[y], (HOP_INTER, y), seed, counters[y], sends[y])
-        yield from link.work("encode_s", operation, pack)
-        if peer != link.rank:
-            round_.send(peer, sends[y])
+
+    def pack() -> None:
+        outs = sends.unbind()
+        if lost is None:
+            RotatedSum.encode_all(sums, codec, seed=seed, counters=counters, outs=outs)
+        else:
+            pieces = [(HOP_INTER, y) for y in range(num_nodes)]
+            _encode_each(codec, lost, [part.rotated_back() for part in sums], pieces, seed, counters, outs)
+
+    yield from link.work("encode_s", operation, pack)
+    for peer in buffers:
+        round_.send(peer, sends[grid.node(peer)])
     yield from round_.finish()
 
     def add_up() -> RotatedSum:
@@ -172,22 +180,12 @@ def _hop_inter(
     return (yield from link.work("decode_s", operation, add_up))
 
 
-def _encode(
-    codec: Codec, lost: Feedback | None, x: Tensor, piece: tuple[int, int], seed: int, counter: int, out: Tensor
-) -> None:
-    if lost is None:
-        codec.encode(x, seed=seed, counter=counter, out=out)
-    else:
+def _encode_each(
+    codec: Codec, lost: Feedback, xs: Sequence[Tensor], pieces: Sequence[tuple[int, int]], seed: int,
+    counters: Sequence[int], outs: Sequence[Tensor],
+) -> None:  # fmt: skip
+    for x, piece, counter, out in zip(xs, pieces, counters, outs, strict=True):
         lost.encode(codec, x, piece, seed=seed, counter=counter, out=out)
-
-
-def _encode_sum(
-    codec: Codec, lost: Feedback | None, x: RotatedSum, piece: tuple[int, int], seed: int, counter: int, out: Tensor
-) -> None:
-    if lost is None:
-        x.encode(codec, seed=seed, counter=counter, out=out)
-    else:
-        lost.encode(codec, x.rotated_back(), piece, seed=seed, counter=counter, out=out)
 
 
 def all_reduce(

@@ -101,11 +101,13 @@ class Layout:
                 columns.zero_()
             elif self.rows == 1:
                 span.of(table[0]).copy_(value.reshape(span.shape))
-                columns[0, span.numel :].zero_()
+                if span.numel < span.length:
+                    columns[0, span.numel :].zero_()
             else:
                 padded = torch.nn.functional.pad(value.reshape(-1), (0, columns.numel() - span.numel))
                 columns.copy_(padded.view(columns.shape))
-        table[:, end:].zero_()
+        if end < self.width:
+            table[:, end:].zero_()
         return out
 
     def unpack(self, flat: Tensor) -> list[Tensor]:

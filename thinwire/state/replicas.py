@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -49,8 +50,13 @@ def fingerprint(values: Tensor) -> int:
     whole = num_words - num_words % FINGERPRINT_COLUMNS
     columns = words[:whole].view(-1, FINGERPRINT_COLUMNS).sum(0)
     columns[: num_words - whole] += words[whole:]
-    total = int((columns * torch.arange(1, 2 * FINGERPRINT_COLUMNS, 2, device=values.device)).sum())
+    total = int(columns.mul_(_odd_numbers(values.device)).sum())
     return hash((total, *octets[8 * num_words :].tolist()))
+
+
+@functools.cache
+def _odd_numbers(device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * FINGERPRINT_COLUMNS, 2, device=device)
 
 
 def odd_ranks(comm: Communicator, mine: Tensor) -> list[int]:

@@ -36,8 +36,8 @@ def row_scale(block: U64) -> F32:
 
 
 @inlined
-def rotate(x: Array, at: U64, size: U64, block: U64, scale: F32, work: Array, out: Array, to: U64) -> bool:
-    """`size` elements (whole rows) of x, zero beyond its end, rotated to `out`; work: 3 rows.
+def rotate(x: Array, num: U64, at: U64, size: U64, block: U64, scale: F32, work: Array, out: Array, to: U64) -> bool:
+    """`size` elements (whole rows) of x, zero from element `num` on, rotated to `out`; work: 3 rows.
 
     Returns whether one of the rows held both zeros and other values, as `reference.holds_zeros`.
     """
@@ -45,11 +45,11 @@ def rotate(x: Array, at: U64, size: U64, block: U64, scale: F32, work: Array, ou
     for row in range(size // block):
         done = row * block
         source, start = x, at + done
-        if start + block > np.uint64(x.size):
+        if start + block > num:
             source, start = work, block + block
             for j in range(block):
                 place = at + done + j
-                work[start + j] = x[place] if place < np.uint64(x.size) else np.float32(0)
+                work[start + j] = x[place] if place < num else np.float32(0)
         if block == C32:
             zeros = rotate_32(source, start, scale, out, to + done)
             holds_zeros = holds_zeros or bool((zeros != np.uint32(0)) & (zeros != ALL_ZERO))
@@ -62,4 +62,5 @@ def rotate(x: Array, at: U64, size: U64, block: U64, scale: F32, work: Array, ou
 @kernel
 def rotate_inplace(x: Array, block: U64, work: Array) -> None:
     """x <- H x for whole rows; `work`: 3 rows."""
-    rotate(x, ZERO, np.uint64(x.size), np.uint64(block), row_scale(block), work, x, ZERO)
+    num = np.uint64(x.size)
+    rotate(x, num, ZERO, num, np.uint64(block), row_scale(block), work, x, ZERO)

@@ -27,7 +27,17 @@ from thinwire.codecs.kernels.common import (
     unpack,
 )
 from thinwire.codecs.kernels.hadamard import rotate, row_scale
-from thinwire.codecs.kernels.vectors import LANES, MAGIC, MAGIC_BITS, bytes_at, dither_4, round_4, shorts_at, words_at
+from thinwire.codecs.kernels.vectors import (
+    LANES,
+    MAGIC,
+    MAGIC_BITS,
+    bytes_at,
+    dither_4,
+    floats_at,
+    round_4,
+    shorts_at,
+    words_at,
+)
 from thinwire.codecs.layout import Groups, Rounding
 
 # The sign bit of a scale.
@@ -113,30 +123,28 @@ def _encode_group(
         pack(codes, width, bits, out, at)
 
 
-@kernel
-def encode(
+@inlined
+def _encode_one(
     x: Array,
-    scales: Array,
-    out: Array,
+    length: U64,
+    packet: U64,
+    codes_at: U64,
     groups: Groups,
     block: U64,
     rounding: Rounding,
+    counter: U64,
     rows: Array,
     work: Array,
     codes: Array,
     words: Array,
     dithers: Array,
-) -> None:
-    """Flat fp32 x, with zeros beyond its end up to a whole row -> scales (int32 or int16 bits) and codes.
+) -> U64:
+    """`length` elements of x, with zeros beyond up to a whole row, to the packet at an address; see `encode`.
 
-    A group in which the rotation would blur zeros is left as it is, and the sign bit of its scale is set.
-
-    block: elements of a Hadamard row, 0 for none. Scratch: rows, fp32, one group; work, fp32, 3 Hadamard rows;
-    codes, uint8, one group; words, uint32, half a group or more and one at each end; dithers, int16: the
-    same memory between.
+    Returns the number of bytes written.
     """
-    bits, group, block, at = groups.bits, np.uint64(groups.size), np.uint64(block), ZERO
-    num = np.uint64(x.size)
+    bits, group, at = groups.bits, np.uint64(groups.size), codes_at
+    out, num = bytes_at(packet), length
     if block:
         num = (num + block - ONE) // block * block
     block_scale = row_scale(block)
@@ -144,21 +152,21 @@ def encode(
     drawn, origin, room = ZERO, ZERO, group
     if rounding.is_stochastic:
         room = max(group, (np.uint64(dithers.size) - FOUR) // group * group)
-    for index in range(np.uint64(scales.size)):
+    for index in range((num + group - ONE) // group):
         start = index * group
         size = min(group, num - start)
         width = (size + (ONE << lane_shift) - ONE) >> lane_shift
         if rounding.is_stochastic and start + size > drawn:
             # For many groups at once, as far as the scratch goes.
-            drawn, parity = min(start + room, num), (rounding.counter + start) & ONE
-            fill_dithers(words, drawn - start, rounding.seed, rounding.counter + start)
+            drawn, parity = min(start + room, num), (counter + start) & ONE
+            fill_dithers(words, drawn - start, rounding.seed, counter + start)
             origin = start - parity
         first = start - origin
         mark = np.int32(0)
         if block:
-            if rotate(x, start, size, block, block_scale, work, rows, ZERO):
+            if rotate(x, length, start, size, block, block_scale, work, rows, ZERO):
                 for j in range(size):
-                    rows[j] = x[start + j] if start + j < np.uint64(x.size) else np.float32(0)
+                    rows[j] = x[start + j] if start + j < length else np.float32(0)
                 mark = MARK >> groups.shift
             stored = scale_bits(peak_bits(rows, ZERO, size), groups.shift)
             _encode_group(
@@ -169,8 +177,49 @@ def encode(
         else:
             stored = scale_bits(peak_bits(x, start, size), groups.shift)
             _encode_group(x, start, size, width, stored, groups, out, at, codes, rounding.is_stochastic, dithers, first)
-        scales[index] = stored | mark
+        if groups.shift:
+            shorts_at(packet)[index] = stored | mark
+        else:
+            words_at(packet)[index] = stored | mark
         at += width * lane_bytes
+    return at
+
+
+@kernel
+def encode(
+    tensors: Array,
+    length: U64,
+    packets: Array,
+    codes_at: U64,
+    num_bytes: U64,
+    groups: Groups,
+    block: U64,
+    rounding: Rounding,
+    counters: Array,
+    rows: Array,
+    work: Array,
+    codes: Array,
+    words: Array,
+    dithers: Array,
+) -> None:
+    """Flat fp32 tensors of `length` elements -> a packet each: scales (int32 or int16 bits), codes, zeros at the end.
+
+    A group in which the rotation would blur zeros is left as it is, and the sign bit of its scale is set.
+
+    tensors, packets: uint64, where each lies. counters: uint64, the number of each tensor's first element. codes_at:
+    where codes follow the scales. num_bytes: of a packet. block: elements of a Hadamard row, 0 for none. Scratch: rows,
+    fp32, one group; work, fp32, 3 Hadamard rows; codes, uint8, one group; words, uint32, half a group or more and one
+    at each end; dithers, int16: the same memory between.
+    """
+    length, codes_at, block = np.uint64(length), np.uint64(codes_at), np.uint64(block)
+    for number in range(np.uint64(packets.size)):
+        packet = packets[number]
+        end = _encode_one(
+            floats_at(tensors[number]), length, packet, codes_at, groups, block, rounding, counters[number], rows, work,
+            codes, words, dithers,
+        )  # fmt: skip
+        for j in range(end, np.uint64(num_bytes)):
+            bytes_at(packet)[j] = np.uint8(0)
 
 
 @inlined
@@ -207,27 +256,44 @@ def _step(address: U64, index: U64, groups: Groups, levels: F32) -> F32:
 
 
 @kernel
-def decode(packets: Array, codes_at: U64, out: Array, groups: Groups, add: bool, codes: Array) -> None:
-    """Packets -> out = the sum of their values in their order, or out += each of them. codes: uint8, one group.
+def decode(packets: Array, codes_at: U64, outs: Array, length: U64, groups: Groups, add: bool, codes: Array) -> None:
+    """Packets -> each tensor = the sum of the values of its packets in their order, or tensor += each of them.
 
-    packets: uint64, where each lies. codes_at: where codes follow the scales. A group of the sum stays in the first
-    cache until all packets are in it.
+    packets: uint64 [tensors, n], where each lies. outs: uint64 [tensors], where fp32 tensors of `length` elements lie.
+    codes_at: where codes follow the scales. codes: uint8, one group. A group of a sum stays in the first cache until
+    all packets are in it.
     """
-    bits, num, group, at = groups.bits, np.uint64(out.size), np.uint64(groups.size), np.uint64(codes_at)
+    bits, num, group = groups.bits, np.uint64(length), np.uint64(groups.size)
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])
     levels = np.float32((1 << (bits - 1)) - 1)
-    for index in range((num + group - ONE) // group):
-        start = index * group
-        size = min(group, num - start)
-        width = (size + (ONE << lane_shift) - ONE) >> lane_shift
-        for number in range(np.uint64(packets.size)):
-            packet, adds = bytes_at(packets[number]), add or number > ZERO
-            step = _step(packets[number], index, groups, levels)
-            if bits == 8:
-                _write(packet, at, size, step, adds, out, start)
-            elif bits == 4:
-                _write_4(packet, at, size, width, step, adds, out, start)
+    for row in range(np.uint64(outs.size)):
+        out, at = floats_at(outs[row]), np.uint64(codes_at)
+        for index in range((num + group - ONE) // group):
+            start = index * group
+            size = min(group, num - start)
+            width = (size + (ONE << lane_shift) - ONE) >> lane_shift
+            for number in range(np.uint64(packets.shape[1])):
+                address = packets[row, number]
+                packet, adds = bytes_at(address), add or number > ZERO
+                step = _step(address, index, groups, levels)
+                if bits == 8:
+                    _write(packet, at, size, step, adds, out, start)
+                elif bits == 4:
+                    _write_4(packet, at, size, width, step, adds, out, start)
+                else:
+                    unpack(packet, at, width, bits, codes)
+                    _write(codes, ZERO, size, step, adds, out, start)
+            at += width * lane_bytes
+
+
+@kernel
+def is_any_marked(packets: Array, num_scales: U64, shift: I32) -> bool:
+    """Whether any of the packets, uint64 where each lies, has a scale with its sign bit set."""
+    seen = np.int32(0)
+    for number in range(np.uint64(packets.size)):
+        for index in range(np.uint64(num_scales)):
+            if shift:
+                seen |= np.int32(shorts_at(packets[number])[index])
             else:
-                unpack(packet, at, width, bits, codes)
-                _write(codes, ZERO, size, step, adds, out, start)
-        at += width * lane_bytes
+                seen |= words_at(packets[number])[index]
+    return bool(seen < 0)

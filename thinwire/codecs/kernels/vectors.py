@@ -53,7 +53,9 @@ def _array_at(kind: Any) -> Any:
     return intrinsic(array_at)
 
 
-bytes_at, shorts_at, words_at = (_array_at(kind) for kind in (types.uint8[::1], types.int16[::1], types.int32[::1]))
+bytes_at, shorts_at, words_at, floats_at = (
+    _array_at(kind) for kind in (types.uint8[::1], types.int16[::1], types.int32[::1], types.float32[::1])
+)
 
 
 @intrinsic

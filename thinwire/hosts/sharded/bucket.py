@@ -234,24 +234,24 @@ class FlatBucket:
         pieces = self.shard.view(levels.num_rows, levels.num_blocks, n)
         with link.timed("decode_s", operation):
             for row, packets in zip(pieces.unbind(), rows, strict=True):
-                for piece, theirs in zip(row.unbind(), packets.unbind(), strict=True):
-                    _take(link, codec, theirs, piece, differences, may_pin=not self.passes)
+                _take(link, codec, packets.unbind(), row.unbind(), differences, may_pin=not self.passes)
         self.note()
 
 
-def _take(link: Link, codec: Codec, packet: Tensor, piece: Tensor, differences: bool, *, may_pin: bool) -> None:
-    """Add the decoded difference to a piece of the weights, in fp32, or replace the piece by the decoded weights.
+def _take(
+    link: Link, codec: Codec, packets: Sequence[Tensor], pieces: Sequence[Tensor], differences: bool, *, may_pin: bool
+) -> None:
+    """Add the decoded differences to pieces of the weights, in fp32, or replace the pieces by the decoded weights.
 
-    may_pin: whether a kernel may take a numpy view of the piece, which can pin its memory.
+    may_pin: whether a kernel may take a numpy view of a piece, which can pin its memory.
     """
-    exact = piece.dtype == torch.float32 and may_pin
-    if exact and differences:
-        codec.decode_add(packet, piece)
-    elif exact:
-        codec.decode(packet, piece.numel(), out=piece)
-    else:
-        values = link.scratch("decoded", piece.numel(), dtype=torch.float32, device=piece.device)
-        codec.decode(packet, piece.numel(), out=values)
+    if pieces[0].dtype == torch.float32 and may_pin:
+        codec.decode_all(packets, pieces, add=differences)
+        return
+    n = pieces[0].numel()
+    values = link.scratch("decoded", n, dtype=torch.float32, device=pieces[0].device)
+    for packet, piece in zip(packets, pieces, strict=True):
+        codec.decode(packet, n, out=values)
         piece.copy_(values.add_(piece) if differences else values)
 
 

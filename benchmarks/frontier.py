@@ -5,12 +5,14 @@
     python benchmarks/frontier.py --report                      # run nothing; write the table and the plot anew
 
 Four ranks, each a node or an island of its own, train on the standard library's sources. Every method takes its
-learning rate from one grid of five: that of the lowest held-out loss in runs of the same length, with a seed of their
-own. Then it trains once with each seed. All methods so have the same number of trials and of tokens.
+learning rate from one grid of five: that of the lowest held-out loss in runs of a fifth of the length, with warm-up and
+decay of their own and a seed of their own. Then it trains once with each seed. All methods so have the same number of
+trials and of tokens, and a method costs one run for the rate and one for each seed.
 
 A run that has finished is a line of benchmarks/results/frontier.jsonl and is not repeated, so the benchmark may be
-broken off, or run in parts; no run begins after --minutes. Delete the lines of a method when its numerics change. What
-can't train in one process (benchmarks/one_process.py) trains by `thinwire train`.
+broken off, or run in parts; no run begins after --minutes. Two processes may write to the file if they have different
+--methods. Delete the lines of a method when its numerics change. What can't train in one process
+(benchmarks/one_process.py) trains by `thinwire train`.
 
 It writes what docs/methods.md shows between two marks, its plots, and thinwire/report/frontier.json, from which
 `thinwire explain` recommends.
@@ -46,8 +48,8 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- frontier:begin -->", "<!-- frontier:end -->"
 STEPS = {"demo": 1000, "tiny": 5000}
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-# Of the runs by which rates are chosen; not one of those that are reported.
-TUNING_SEED = 1000
+# Of the runs by which rates are chosen; not one of those that are reported. They are shorter by TUNING_PART.
+TUNING_SEED, TUNING_PART = 1000, 5
 # Points of the curve of a run: the mean training loss of a fiftieth of the steps, and of at least MIN_WINDOW.
 NUM_POINTS, MIN_WINDOW = 100, 20
 NEAR = 1.01
@@ -163,7 +165,7 @@ def configs(model: str, steps: int, names: Sequence[str]) -> dict[str, TrainConf
 
 def tuned_lr(name: str, config: TrainConfig, runs: Runs, *, is_asked: bool) -> float | None:
     """The best rate of the grid; None unless all of its runs have finished."""
-    trial = replace(config, seed=TUNING_SEED)
+    trial = replace(config, seed=TUNING_SEED, steps=config.steps // TUNING_PART)
     found = {}
     for lr in GRID:
         line = runs.run(name, replace(trial, lr=lr)) if is_asked else runs.get(name, replace(trial, lr=lr))

@@ -141,7 +141,8 @@ def check_types(options: Any) -> None:
             raise ConfigError(f"{what}: must be {type_name(hints[item.name])}")
 
 
-hints_of = functools.cache(get_type_hints)
+# Evaluating the text of annotations costs more than a small codec.
+hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -5,12 +5,15 @@
     python benchmarks/frontier.py --report                      # run nothing; write the table and the plot anew
 
 Four ranks, each a node or an island of its own, train on the standard library's sources. Every method takes its
-learning rate from one grid of five: that of the lowest held-out loss in runs of the same length, with a seed of their
-own. Then it trains once with each seed. All methods so have the same number of trials and of tokens.
+learning rate from one grid of five: that of the lowest held-out loss in runs of a fifth of the length, with warm-up,
+decay and a seed of their own; below 1,000 steps a fifth tells nothing, and they have the whole length. Then it trains
+once with each seed. All methods so have the same number of trials and of tokens, and a method costs one run for the
+rate and one for each seed.
 
 A run that has finished is a line of benchmarks/results/frontier.jsonl and is not repeated, so the benchmark may be
-broken off, or run in parts; no run begins after --minutes. Delete the lines of a method when its numerics change. What
-can't train in one process (benchmarks/one_process.py) trains by `thinwire train`.
+broken off, or run in parts; no run begins after --minutes. Two processes may write to the file if they have different
+--methods. Delete the lines of a method when its numerics change. What can't train in one process
+(benchmarks/one_process.py) trains by `thinwire train`.
 
 It writes what docs/methods.md shows between two marks, its plots, and thinwire/report/frontier.json, from which
 `thinwire explain` recommends.
@@ -46,8 +49,9 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- frontier:begin -->", "<!-- frontier:end -->"
 STEPS = {"demo": 1000, "tiny": 5000}
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-# Of the runs by which rates are chosen; not one of those that are reported.
-TUNING_SEED = 1000
+# Of the runs by which rates are chosen; not one of those that are reported. From LEAST_STEPS on they are shorter by
+# TUNING_PART.
+TUNING_SEED, TUNING_PART = 1000, 5
 # Points of the curve of a run: the mean training loss of a fiftieth of the steps, and of at least MIN_WINDOW.
 NUM_POINTS, MIN_WINDOW = 100, 20
 NEAR = 1.01
@@ -163,7 +167,8 @@ def configs(model: str, steps: int, names: Sequence[str]) -> dict[str, TrainConf
 
 def tuned_lr(name: str, config: TrainConfig, runs: Runs, *, is_asked: bool) -> float | None:
     """The best rate of the grid; None unless all of its runs have finished."""
-    trial = replace(config, seed=TUNING_SEED)
+    part = TUNING_PART if config.steps >= LEAST_STEPS else 1
+    trial = replace(config, seed=TUNING_SEED, steps=config.steps // part)
     found = {}
     for lr in GRID:
         line = runs.run(name, replace(trial, lr=lr)) if is_asked else runs.get(name, replace(trial, lr=lr))
@@ -249,19 +254,25 @@ def outcomes(found: Sequence[Mapping[str, Any]]) -> list[Outcome]:
     return [Outcome(row["method"], row["sent_bytes"], row["loss"], row["loss_error"]) for row in found]
 
 
+def best_table(model: str, runs: Runs) -> list[dict[str, Any]]:
+    """The rows of the longest runs that have at least half as many methods as any length has; empty without two."""
+    lengths = sorted({line["steps"] for line in runs.found.values() if line["model"] == model}, reverse=True)
+    tables = [found for steps in lengths if len(found := points(model, steps, runs)) > 1]
+    most = max(map(len, tables), default=0)
+    return next((found for found in tables if 2 * len(found) >= most), [])
+
+
 def report(runs: Runs) -> None:
-    """Write the tables and the plots of all that has finished, the longest runs of each model."""
+    """Write the tables and the plots of all that has finished, one length of runs for each model."""
     parts, recorded = [], []
     for model in STEPS:
-        lengths = sorted({line["steps"] for line in runs.found.values() if line["model"] == model}, reverse=True)
-        found = next((found for steps in lengths if len(found := points(model, steps, runs)) > 1), [])
-        if not found:
+        if not (found := best_table(model, runs)):
             continue
         recorded += found
         picture = Path(f"docs/frontier-{model}.svg")
         (ROOT / picture).write_text(frontier_svg(outcomes(found)))
         parts += [
-            f"### {model}, {found[0]['steps']:,} steps",
+            f"### {model}, {found[0]['steps']:,} steps, {len(found)} of {len(METHODS)} methods",
             "",
             f"![Held-out loss over bytes sent]({picture.name})",
             "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,12 +133,16 @@ def check_types(options: Any) -> None:
 
     Without this check, "no" would be true, and 2.5 bits or a group of True would fail much later.
     """
-    hints = get_type_hints(type(options))
+    hints = hints_of(type(options))
     for item in fields(options):
         value = getattr(options, item.name)
         if not fits(value, hints[item.name]):
             what = f"{item.name} {value!r} of {type(options).__name__}"
             raise ConfigError(f"{what}: must be {type_name(hints[item.name])}")
+
+
+# Evaluating the text of annotations costs more than a small codec.
+hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from tests.methods.test_compressed import Matrices, gradients
 from tests.workers import run_workers
 from thinwire.errors import ConfigError
 from thinwire.methods.data.dion import Dion
@@ -18,6 +19,7 @@ from thinwire.methods.reduction import seed_of
 from thinwire.registry import check_on_mesh
 
 ROWS, COLUMNS, STEPS, SEED = 24, 16, 6, 3
+EXPERTS = 3, 12, 10
 METHODS = {"low": Dion(rank=4), "full": Dion(rank=99, momentum=0.9), "int8": Dion(rank=4, codec="int8/64:nearest")}
 
 
@@ -25,20 +27,21 @@ def gradient(rank: int, step: int) -> Tensor:
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def one_process(method: Dion, num_ranks: int) -> list[Tensor]:
-    """The updates by the paper's algorithm for one process, on the mean gradient, in double precision."""
-    rank = min(method.rank, COLUMNS)
-    generator = torch.Generator().manual_seed(seed_of(SEED, 0, "weight") >> 1)
-    q, momentum = torch.randn(COLUMNS, rank, generator=generator).double(), torch.zeros(ROWS, COLUMNS).double()
-    updates = []
-    for step in range(STEPS):
-        b = momentum + torch.stack([gradient(r, step).double() for r in range(num_ranks)]).mean(0)
+def one_process(method: Dion, q: Tensor, given: list[Tensor]) -> list[Tensor]:
+    """The updates by the algorithm for one process, from the first Q and mean gradients, in double precision."""
+    q, momentum, updates = q.double(), torch.zeros_like(given[0]), []
+    for gradient in given:
+        b = momentum + gradient
         p = torch.linalg.qr(b @ q).Q
         r = b.T @ p
         momentum = b - (1 - method.momentum) * p @ r.T
         q = r / r.norm(dim=0)
-        updates.append(math.sqrt(ROWS / COLUMNS) * p @ q.T)
+        updates.append(math.sqrt(b.shape[0] / b.shape[1]) * p @ q.T)
     return updates
+
+
+def first_q(name: str, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed_of(SEED, 0, name) >> 1))
 
 
 def reduced(rank: int, world_size: int) -> dict[str, Any]:
@@ -58,13 +61,24 @@ def reduced(rank: int, world_size: int) -> dict[str, Any]:
             optimizer.zero_grad()
         found[name] = outs, handle.reduction.state.state_dict()["momentum"]["weight"]
         handle.close()
+    model = DistributedDataParallel(Matrices(EXPERTS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = thinwire.compress_ddp(model, METHODS["low"], optimizer=optimizer, local_size=1, seed=SEED, announce=False)
+    found["experts"] = []
+    for step in range(STEPS):
+        model(gradients([EXPERTS], rank, step)).backward()
+        found["experts"].append(model.module.held[0].grad.clone())
+        optimizer.zero_grad()
+    found["sent"] = handle.bytes_per_step
+    handle.close()
     return found
 
 
 def test_ranks_together_are_one_process() -> None:
     results = run_workers(reduced, 2)
     for name, method in METHODS.items():
-        expected = one_process(method, 2)
+        means = [(gradient(0, step).double() + gradient(1, step).double()) / 2 for step in range(STEPS)]
+        expected = one_process(method, first_q("weight", COLUMNS, min(method.rank, COLUMNS)), means)
         for outs, _ in (result[name] for result in results):
             for out, update in zip(outs, expected, strict=True):
                 off = float((out - update).norm() / update.norm())
@@ -72,6 +86,14 @@ def test_ranks_together_are_one_process() -> None:
                 assert off < (0.3 if name == "int8" else 1e-5), (name, off)
         momenta = [result[name][1] for result in results]
         assert float((momenta[0] - momenta[1]).abs().max()) > 0.1, "every rank's momentum is its own"
+    # A stack of experts is its matrices, each at the whole rank.
+    qs, (number, rows, columns) = first_q("held.0", EXPERTS[0], EXPERTS[2], 4), EXPERTS
+    both = [[gradients([EXPERTS], rank, step)[0].double() for rank in range(2)] for step in range(STEPS)]
+    for expert in range(number):
+        expected = one_process(METHODS["low"], qs[expert], [(one[expert] + other[expert]) / 2 for one, other in both])
+        for out, update in zip(results[1]["experts"], expected, strict=True):
+            assert float((out[expert] - update).norm() / update.norm()) < 1e-5, expert
+    assert results[0]["sent"] == pytest.approx(4 * 4 * number * (rows + columns), rel=0.02)
 
 
 def alone(rank: int, world_size: int) -> tuple[Tensor, Tensor]:

@@ -66,18 +66,19 @@ def test_a_plot_of_its_own_brings_its_colours_and_names_only_the_best_of_many() 
 
 
 def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> None:
-    def row(method: str, at_20: float | None, steps: int = 1000) -> dict[str, object]:
+    def row(method: str, at_20: float | None, steps: int = 1000, model: str = "tiny") -> dict[str, object]:
         minutes = {"10": 9.0, "20": at_20, "50": None, "100": None}
-        return {"model": "tiny", "steps": steps, "method": method, "gap": 0.005, "minutes": minutes}
+        return {"model": model, "steps": steps, "method": method, "gap": 0.005, "seeds": 3, "minutes": minutes}
 
-    recorded = tmp_path / "frontier.json"
-    recorded.write_text(json.dumps([row("slow", 5.0), row("never", None), row("fast", 2.0), row("short", 1.0, 10)]))
-    assert "at 20 Mbit/s" in recommended(25e6, recorded) and ": fast (tiny, 1,000 steps, +0.50%" in recommended(
-        25e6, recorded
-    )
-    recorded.with_name("short").write_text(json.dumps([row("short", 1.0, 999)]))
-    assert recommended(20e6, recorded.with_name("short")) == ""
-    assert recommended(60e6, recorded) == recommended(1e9, recorded) == recommended(20e6, tmp_path / "none") == ""
+    recorded, short = tmp_path / "frontier.json", tmp_path / "short.json"
+    other_model = row("short", 1.0, 999, "demo")
+    recorded.write_text(json.dumps([other_model, row("slow", 5.0), row("never", None), row("fast", 2.0)]))
+    name, measured = recommended(25e6, recorded)
+    assert name == "fast" and measured.endswith("at 20 Mbit/s: +0.50%; 3 methods, tiny, 1,000 steps, 3 seeds")
+    short.write_text(json.dumps([other_model]))
+    assert recommended(20e6, short) == ("not known", "recorded: demo, 999 steps; an order of methods takes 1,000")
+    assert "10, 20, 50, 100 Mbit/s, and 1000 is not near" in recommended(1e9, recorded)[1]
+    assert "no runs" in recommended(20e6, tmp_path / "none")[1]
 
 
 def test_a_short_axis_has_ticks_that_differ() -> None:

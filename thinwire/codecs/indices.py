@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ MAX_KEY = 0x7F7FFFFF  # the largest finite float
 MAX_ADAPTATIONS = 10
 
 
+@functools.cache
 def places(num_elements: int, density: float) -> int:
     """k = ceil(density n), at least 1 of any n >= 1; 1e-9 makes up for the rounding of a decimal density."""
     return max(math.ceil(density * num_elements - 1e-9), min(1, num_elements))
 
 
-@dataclass(frozen=True)
-class IndexLayout:
+class IndexLayout(NamedTuple):
     """`count` indices below `size`: `low` low bits for each, `upper` bits of unary, `num_bytes` in all."""
 
     size: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -118,7 +118,7 @@ class TopK(Fused):
 
     def _layout_table(self, num_elements: int) -> np.ndarray:
         """The two layouts as the kernels read them; last, how many elements a threshold must let through."""
-        rows = [[*astuple(layout), self._least(layout.count)] for layout in self._layouts(num_elements)]
+        rows = [[*layout, self._least(layout.count)] for layout in self._layouts(num_elements)]
         return np.array(rows, np.uint64)
 
     def _least(self, count: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,6 +97,16 @@ def seed_of(seed: int, step: int, name: str) -> int:
 def is_large_matrix(shape: torch.Size) -> bool:
     """Whether a gradient of this shape is worth compressing. Norms, biases and tiny tensors travel in fp32."""
     return len(shape) >= 2 and shape.numel() >= MIN_ELEMENTS
+
+
+def sides(shape: torch.Size) -> torch.Size:
+    """Rows and columns of a tensor as a matrix, whose further dimensions are columns; a vector is one row.
+
+    Three dimensions are a stack of matrices, such as a layer's experts, and stay as they are.
+    """
+    if len(shape) == 3:
+        return shape
+    return torch.Size([shape[0] if len(shape) > 1 else 1, math.prod(shape[1:] if len(shape) > 1 else shape)])
 
 
 def sum_over_ranks(

@@ -540,8 +540,8 @@ def notes_on_ranks(laid: LaidOut, rate: float | None) -> Iterator[Row]:
         yield from capacity_notes(model, config, shape)
         if shape.expert > 1:
             yield from expert_notes(model, config, shape)
-    if rate is not None and (soonest := recommended(rate)):
-        yield "lowest loss for its bytes", soonest, "docs/methods.md"
+    if rate is not None and config.nodes > 1:
+        yield "method for this rate", *recommended(rate)
     if isinstance(model, Llama) and shape.tensor > 1:
         yield tensor_note(model.config, config.seq_len, shape)
 

@@ -115,22 +115,27 @@ def frontier_svg(outcomes: Sequence[Outcome]) -> str:
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{rest}\n'
 
 
-def recommended(rate: float, recorded: Path = RECORDED) -> str:
-    """A sentence that names the recorded method that comes near the exact run's loss soonest on links of `rate` bit/s.
+def recommended(rate: float, recorded: Path = RECORDED) -> tuple[str, str]:
+    """The recorded method that comes near the exact run's loss soonest on links of `rate` bit/s; and what was measured.
 
-    Uses the longest recorded runs and the nearest rate. Empty if that rate is off by a factor above 4, and for runs of
-    fewer than LEAST_STEPS steps, which don't show an order of methods.
+    Uses the first recorded model with runs of at least LEAST_STEPS steps, since shorter ones don't show an order of
+    methods, and the nearest rate. Not known without such runs, and if that rate is off by a factor above 4.
     """
     found = json.loads(recorded.read_text()) if recorded.is_file() else []
+    model = next((row["model"] for row in found if row["steps"] >= LEAST_STEPS), None)
+    if model is None:
+        sizes = {f"{row['model']}, {row['steps']:,} steps" for row in found} or {"no runs"}
+        return "not known", f"recorded: {'; '.join(sorted(sizes))}; an order of methods takes {LEAST_STEPS:,}"
     near = min(RATES, key=lambda one: abs(math.log(one / rate)))
-    steps = max((row["steps"] for row in found), default=0)
-    at = f"{near / 1e6:g}"
-    known = [row for row in found if row["steps"] == steps and row["minutes"][at] is not None]
-    if steps < LEAST_STEPS or not known or not 0.25 <= rate / near <= 4:
-        return ""
-    soonest = min(known, key=lambda row: row["minutes"][at])
-    length = f"{soonest['model']}, {steps:,} steps, {soonest['gap']:+.2%} held-out loss"
-    return f"soonest within 1% of the exact run's loss at {at} Mbit/s, where measured: {soonest['method']} ({length})"
+    if not 0.25 <= rate / near <= 4:
+        rates = ", ".join(f"{one / 1e6:g}" for one in RATES)
+        return "not known", f"measured at {rates} Mbit/s, and {rate / 1e6:g} is not near one of them"
+    at, rows = f"{near / 1e6:g}", [row for row in found if row["model"] == model]
+    # The exact run itself comes near its loss.
+    soonest = min(rows, key=lambda row: math.inf if row["minutes"][at] is None else row["minutes"][at])
+    num_seeds = f"{soonest['seeds']} seed" + ("s" if soonest["seeds"] > 1 else "")
+    size = f"{len(rows)} methods, {model}, {soonest['steps']:,} steps, {num_seeds}"
+    return soonest["method"], f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}; {size}"
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:

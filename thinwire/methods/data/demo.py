@@ -18,7 +18,7 @@ from thinwire.errors import ConfigError
 from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.ddp import DDPMethod, check_plain_sgd
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
-from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step
+from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step, sides
 from thinwire.state.memory import MeanMerge, Place
 from thinwire.table import Row
 
@@ -32,8 +32,8 @@ class DeMo(DDPMethod):
         m <- m - IDCT(q)                      remove what was sent: the momentum is its own error feedback
         w <- w - lr sign(IDCT(mean over ranks of q))
 
-    Further dimensions of a matrix count as columns. The update's size does not depend on the gradients', so clipping
-    has no effect. Takes SGD without momentum.
+    A tensor of three dimensions is a stack of matrices; of more, all but the first count as columns. The update's size
+    does not depend on the gradients', so clipping has no effect. Takes SGD without momentum.
 
     Raises ConfigError for values out of range.
     Source: Peng, Quesnelle and Kingma, "Decoupled Momentum Optimization" (2024), algorithm 1.
@@ -64,6 +64,12 @@ class DeMo(DDPMethod):
             raise ConfigError(f"beta {self.beta} of demo: must be at least 0 and below 1; the usual: 0.999")
         if not 1 <= self.chunk <= 4096:
             raise ConfigError(f"chunk {self.chunk} of demo: must be from 1 to 4096; the usual: 64")
+        least = 1 / self.chunk**2
+        if not least <= self.density <= 1:
+            # Rounded up, so that it is valid itself.
+            nearest = "1" if self.density > 1 else f"{least * (1 + 1e-5):.6g}"
+            rule = f"must be from 1 / chunk^2, {least:.6g} for chunk {self.chunk}, to 1; nearest: {nearest}"
+            raise ConfigError(f"density {self.density} of demo: {rule}")
         self.codec(self.chunk * self.chunk)
 
     @property
@@ -72,8 +78,7 @@ class DeMo(DDPMethod):
 
     def codec(self, block: int) -> TopK:
         """Codec that selects and packs the coefficients of blocks of `block` elements, at least one per block."""
-        density = self.density if self.density * block > 1 or self.density <= 0 else 1 / block
-        return TopK(density, block, codec_of(self, "values", CONTRACTION))
+        return TopK(max(self.density, 1 / block), block, codec_of(self, "values", CONTRACTION))
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         check_plain_sgd(self.name, "signs", optimizer)
@@ -95,31 +100,29 @@ class SignMean(Reduction):
         sizes = [self._packet_bytes(grad.shape) for grad in bucket.grads]
         message = torch.empty(sum(sizes), dtype=torch.uint8)
         fresh = {name: torch.add(grad, self.momentum[name], alpha=self.method.beta) for name, grad in grads.items()}
+        block_shapes: list[torch.Size] = []
         with link.timed("encode_s", OPERATION):
             for momentum, packet in zip(fresh.values(), message.split(sizes), strict=True):
-                codec, blocks = self._codec(momentum.shape), to_blocks(momentum, self.method.chunk)
+                codec, blocks = codec_of_shape(self.method, momentum.shape), to_blocks(momentum, self.method.chunk)
+                block_shapes.append(blocks.shape)
                 codec.encode(blocks.reshape(-1), out=packet)
                 sent = codec.decode(packet, momentum.numel()).view(blocks.shape)
                 momentum.sub_(from_blocks(sent, momentum.shape))
         gathered = yield from all_gather_packets(link, message, OPERATION)
         with link.timed("decode_s", OPERATION):
             packets = gathered.flatten(0, 1).split(sizes, dim=-1)
-            for grad, parts in zip(grads.values(), packets, strict=True):
-                total = torch.zeros(grad.numel())
+            for grad, parts, blocked in zip(grads.values(), packets, block_shapes, strict=True):
+                total, codec = torch.zeros(blocked), codec_of_shape(self.method, grad.shape)
                 for part in parts:
-                    self._codec(grad.shape).decode_add(part, total)
-                blocks = total.view(to_blocks(grad, self.method.chunk).shape)
-                update = from_blocks(blocks, grad.shape)
+                    codec.decode_add(part, total.view(-1))
+                update = from_blocks(total, grad.shape)
                 # torch's sign of NaN is 0, which would hide the damage.
                 grad.copy_(update.sign().add_(update, alpha=0.0))
         for name, momentum in fresh.items():
             self.momentum[name] = momentum
 
-    def _codec(self, shape: torch.Size) -> TopK:
-        return self.method.codec(math.prod(block_sides(shape, self.method.chunk)))
-
     def _packet_bytes(self, shape: torch.Size) -> int:
-        return self._codec(shape).packet_bytes(shape.numel())
+        return codec_of_shape(self.method, shape).packet_bytes(shape.numel())
 
     def sent_bytes(self) -> dict[str, int]:
         return gather_bytes(self.place.grid, sum(map(self._packet_bytes, self.place.shapes.values())))
@@ -136,18 +139,24 @@ class SignMean(Reduction):
         ]
 
 
+@functools.cache
+def codec_of_shape(method: DeMo, shape: torch.Size) -> TopK:
+    """The codec of a tensor of this shape; kept, since making one reads its text and checks its options."""
+    return method.codec(math.prod(block_sides(shape, method.chunk)))
+
+
+@functools.cache
 def block_sides(shape: torch.Size, chunk: int) -> tuple[int, int]:
-    """Rows and columns of a block: the largest divisors of the matrix's sides up to `chunk`."""
-    sides = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-    rows, columns = (next((size for size in range(min(chunk, side), 0, -1) if side % size == 0), 1) for side in sides)
+    """Rows and columns of a block: the largest divisors of a matrix's sides up to `chunk`."""
+    whole = sides(shape)[-2:]
+    rows, columns = (next((size for size in range(min(chunk, side), 0, -1) if side % size == 0), 1) for side in whole)
     return rows, columns
 
 
 def to_blocks(x: Tensor, chunk: int) -> Tensor:
-    """The orthonormal DCT of each block: fp32 [block rows, block columns, rows, columns]."""
-    rows, columns = block_sides(x.shape, chunk)
-    num_rows = (x.shape[0] if x.dim() > 1 else 1) // rows
-    blocks = x.reshape(num_rows, rows, x.numel() // max(1, num_rows * rows * columns), columns).transpose(1, 2)
+    """The orthonormal DCT of each block: fp32 [block rows, block columns, rows, columns], stacks one below another."""
+    (rows, columns), width = block_sides(x.shape, chunk), sides(x.shape)[-1]
+    blocks = x.reshape(x.numel() // max(1, rows * width), rows, width // columns, columns).transpose(1, 2)
     return dct(rows) @ blocks @ dct(columns).T
 
 

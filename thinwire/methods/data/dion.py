@@ -27,6 +27,7 @@ from thinwire.methods.reduction import (
     Step,
     is_large_matrix,
     seed_of,
+    sides,
     sum_bytes,
     sum_over_ranks,
 )
@@ -42,8 +43,7 @@ BETA1, BETA2 = 0.95, 0.98
 class Dion(DDPMethod):
     """Muon's update at rank r, in r (m + n) numbers a matrix in place of m n.
 
-    For a matrix of gradient G_i on rank i (m x n; further dimensions count as columns), its momentum M_i, and Q of the
-    last step:
+    For a matrix of gradient G_i on rank i (m x n), its momentum M_i, and Q of the last step:
 
         B_i = M_i + G_i
         P   = orthonormal basis of the columns of mean B_i Q      m x r
@@ -52,8 +52,9 @@ class Dion(DDPMethod):
         Q   <- R, its columns scaled to length 1
         w   <- w - lr sqrt(m / n) P Q^T
 
-    The mean of all M_i is the momentum that one process would have. Vectors and tensors under 256 elements take the
-    update of Lion with their mean gradient. Takes SGD without momentum; clipping has no effect.
+    The mean of all M_i is the momentum that one process would have. A tensor of three dimensions is a stack of
+    matrices, such as the experts of a layer; of more, all but the first count as columns. Vectors and tensors under 256
+    elements take the update of Lion with their mean gradient. Takes SGD without momentum; clipping has no effect.
 
     Raises ConfigError for values out of range, and for a codec of variable length.
     Source: Ahn, Xu, Abreu and Langford, "Dion: Distributed orthonormalized updates" (2025), algorithms 1 and 3; Lion:
@@ -97,7 +98,7 @@ class Dion(DDPMethod):
 
     def rank_of(self, shape: torch.Size) -> int:
         """Rank r for a gradient of this shape; 0 if it travels whole."""
-        return min(self.rank, *sides(shape)) if is_large_matrix(shape) else 0
+        return min(self.rank, *sides(shape)[-2:]) if is_large_matrix(shape) else 0
 
     def reduction(self, place: Place, seed: int) -> Reduction:
         return Orthonormal(self, place, seed)
@@ -124,11 +125,11 @@ class Orthonormal(Reduction):
         self.lion = self.state.add("lion", Merge.SAME, self._lion_shape, row="momentum")
 
     def _momentum_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
-        return torch.Size(sides(shape)) if self.method.rank_of(shape) else None
+        return sides(shape) if self.method.rank_of(shape) else None
 
     def _q_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
         rank = self.method.rank_of(shape)
-        return torch.Size([sides(shape)[1], rank]) if rank else None
+        return torch.Size([*sides(shape)[:-2], sides(shape)[-1], rank]) if rank else None
 
     def _lion_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
         return None if self.method.rank_of(shape) else shape
@@ -141,13 +142,13 @@ class Orthonormal(Reduction):
         with link.timed("encode_s", OPERATION):
             fresh = {name: self.momentum[name] + grad.reshape(sides(grad.shape)) for name, grad in thin.items()}
             # Encode column by column, since a group of integers shares a scale.
-            p_own = [(matrix @ self._q(name, grads[name].shape)).T for name, matrix in fresh.items()]
+            p_own = [(matrix @ self._q(name, grads[name].shape)).mT for name, matrix in fresh.items()]
         sums, p_sums = yield from together(
             sum_over_ranks(link.part(0), list(whole.values())), sum_over_ranks(link.part(1), p_own, self.codec)
         )
         with link.timed("encode_s", OPERATION):
-            bases = [torch.linalg.qr(p_sum.T).Q for p_sum in p_sums]
-            r_own = [basis.T @ matrix for matrix, basis in zip(fresh.values(), bases, strict=True)]
+            bases = [torch.linalg.qr(p_sum.mT).Q for p_sum in p_sums]
+            r_own = [basis.mT @ matrix for matrix, basis in zip(fresh.values(), bases, strict=True)]
         lost = self._lost(r_own, world_size)
         r_sums = yield from sum_over_ranks(link.part(2), r_own, self.codec, lost)
         with link.timed("decode_s", OPERATION):
@@ -155,9 +156,9 @@ class Orthonormal(Reduction):
                 self._step_lion(name, grad, total.div_(world_size))
             sent = r_own if lost is None else self._less(r_own, lost, link)
             for (name, grad), basis, own, r_sum in zip(thin.items(), bases, sent, r_sums, strict=True):
-                rows, columns = sides(grad.shape)
-                q = (r_sum / r_sum.norm(dim=1, keepdim=True).clamp_min(TINY)).T
-                grad.copy_((math.sqrt(rows / columns) * (basis @ q.T)).view(grad.shape))
+                rows, columns = sides(grad.shape)[-2:]
+                q = (r_sum / r_sum.norm(dim=-1, keepdim=True).clamp_min(TINY)).mT
+                grad.copy_((math.sqrt(rows / columns) * (basis @ q.mT)).view(grad.shape))
                 # If a gradient is not finite, P and Q are not finite either, on all ranks.
                 if torch.isfinite(grad).all():
                     self.momentum[name] = fresh[name].sub_(basis @ own, alpha=1 - self.method.momentum)
@@ -177,7 +178,8 @@ class Orthonormal(Reduction):
         if (held := self.q.get(name)) is not None:
             return held
         generator = torch.Generator().manual_seed(seed_of(self.seed, 0, name) >> 1)
-        return torch.randn(sides(shape)[1], self.method.rank_of(shape), generator=generator)
+        *stack, _, columns = sides(shape)
+        return torch.randn(*stack, columns, self.method.rank_of(shape), generator=generator)
 
     def _lost(self, r_own: list[Tensor], world_size: int) -> Lost | None:
         if self.codec.traits.lossless:
@@ -194,11 +196,10 @@ class Orthonormal(Reduction):
 
     def sent_bytes(self) -> dict[str, int]:
         shapes, grid = self.place.shapes.values(), self.place.grid
-        thin = [(self.method.rank_of(shape), *sides(shape)) for shape in shapes if self.method.rank_of(shape)]
+        thin = [(self.method.rank_of(shape), sides(shape)) for shape in shapes if self.method.rank_of(shape)]
         messages = (
             ([shape.numel() for shape in shapes if not self.method.rank_of(shape)], FP32),
-            ([rank * rows for rank, rows, _ in thin], self.codec),
-            ([rank * columns for rank, _, columns in thin], self.codec),
+            *(([rank * size.numel() // size[side] for rank, size in thin], self.codec) for side in (-1, -2)),
         )
         return added(*(sum_bytes(numels, grid, codec) for numels, codec in messages))
 
@@ -212,8 +213,3 @@ class Orthonormal(Reduction):
             ("update", "orthonormal at that rank, signs for vectors", "its size is the learning rate: that of Muon"),
             ("state of the method", held, "momentum and Q, in fp32"),
         ]
-
-
-def sides(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns."""
-    return shape[0], math.prod(shape[1:])

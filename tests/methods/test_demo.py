@@ -1,0 +1,130 @@
+"""DeMo over ranks against its algorithm in double precision, and without a loss against the sign of the mean."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from tests.methods.test_compressed import Matrices, gradients
+from tests.workers import run_workers
+from thinwire.errors import ConfigError
+from thinwire.methods.data.demo import DeMo, block_sides, from_blocks, to_blocks
+
+# A matrix and a vector that no chunk divides, and a stack of matrices.
+SHAPES = ((7, 54), (29,), (3, 16, 12))
+STEPS = 4
+SPARSE = DeMo(density=0.1, chunk=8, values="fp32", beta=0.9)
+EXACT = DeMo(density=1.0, chunk=8, values="fp32", beta=0.0)
+
+Run = tuple[list[list[Tensor]], list[Tensor]]
+
+
+def reduced(rank: int, world_size: int) -> dict[str, Run]:
+    """The gradients after each step, and the momenta after the last."""
+    found = {}
+    for name, method in {"sparse": SPARSE, "exact": EXACT}.items():
+        model = DistributedDataParallel(Matrices(*SHAPES))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = thinwire.compress_ddp(model, method, optimizer=optimizer, local_size=1, announce=False)
+        outs = []
+        for step in range(STEPS):
+            model(gradients(SHAPES, rank, step)).backward()
+            outs.append([param.grad.clone() for param in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = handle.reduction.state.state_dict()["momentum"]
+        found[name] = outs, [kept[key] for key, _ in model.module.named_parameters()]
+        handle.close()
+    return found
+
+
+def cosines(size: int) -> Tensor:
+    """Row k: sqrt(2 / size) cos(pi k (2 i + 1) / (2 size)), the first over sqrt(2)."""
+    rows = [[math.cos(math.pi * k * (2 * i + 1) / (2 * size)) for i in range(size)] for k in range(size)]
+    squares = torch.tensor([1 / size, *[2 / size] * (size - 1)], dtype=torch.float64)
+    return torch.tensor(rows, dtype=torch.float64) * squares.sqrt()[:, None]
+
+
+def largest_coefficients(x: Tensor, method: DeMo) -> Tensor:
+    """What a rank sends of x, as a tensor like x: block by block, matrix by matrix."""
+    out = torch.zeros_like(x)
+    stack = (-1, *x.shape[-2:]) if x.dim() > 1 else (1, 1, -1)
+    for whole, sent in zip(x.view(stack), out.view(stack), strict=True):
+        rows, columns = (max(n for n in range(1, method.chunk + 1) if side % n == 0) for side in whole.shape)
+        left, right = cosines(rows), cosines(columns)
+        for i in range(0, whole.shape[0], rows):
+            for j in range(0, whole.shape[1], columns):
+                flat = (left @ whole[i : i + rows, j : j + columns] @ right.T).flatten()
+                kept = torch.zeros_like(flat)
+                largest = flat.abs().topk(math.ceil(max(method.density * flat.numel(), 1) - 1e-9)).indices
+                kept[largest] = flat[largest]
+                sent[i : i + rows, j : j + columns] = left.T @ kept.view(rows, columns) @ right
+    return out
+
+
+def by_the_algorithm(method: DeMo, num_ranks: int) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """The mean of what is sent, by step; and the momenta after the last, by rank."""
+    momenta = [[torch.zeros(shape).double() for shape in SHAPES] for _ in range(num_ranks)]
+    means = []
+    for step in range(STEPS):
+        sent = []
+        for rank, held in enumerate(momenta):
+            for momentum, grad in zip(held, gradients(SHAPES, rank, step), strict=True):
+                momentum.mul_(method.beta).add_(grad)
+            sent.append([largest_coefficients(momentum, method) for momentum in held])
+            for momentum, part in zip(held, sent[-1], strict=True):
+                momentum -= part
+        means.append([torch.stack(parts).mean(0) for parts in zip(*sent, strict=True)])
+    return means, momenta
+
+
+def test_ranks_follow_the_algorithm() -> None:
+    ranks = run_workers(reduced, 2)
+    means, momenta = by_the_algorithm(SPARSE, 2)
+    for found, expected in zip(ranks, momenta, strict=True):
+        outs, kept = found["sparse"]
+        for out, mean in ((o, m) for step in zip(outs, means, strict=True) for o, m in zip(*step, strict=True)):
+            # Rounding may turn a sign where blocks nearly cancel.
+            clear = mean.abs() > 1e-5
+            assert torch.equal(out.double()[clear], mean.sign()[clear])
+            assert float(clear.double().mean()) > 0.5
+        for own, right in zip(kept, expected, strict=True):
+            torch.testing.assert_close(own.double().view(right.shape), right, rtol=0, atol=1e-5)
+    for step, outs in enumerate(ranks[0]["exact"][0]):
+        both = [gradients(SHAPES, rank, step) for rank in range(2)]
+        for out, one, other in zip(outs, *both, strict=True):
+            mean = (one + other) / 2
+            clear = mean.abs() > 1e-4
+            assert torch.equal(out[clear], mean.sign()[clear]), "with all coefficients it is the sign of the mean"
+    assert all(float(kept.abs().max()) < 1e-5 for kept in ranks[0]["exact"][1]), "all of it has been sent"
+
+
+def test_blocks_come_back() -> None:
+    for shape in ((7, 513), (64, 128), (29,), (3, 16, 12), (4, 3, 5, 5), (0, 4), (2, 0)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        blocks = to_blocks(x, 64)
+        torch.testing.assert_close(from_blocks(blocks, x.shape), x, rtol=0, atol=1e-5)
+        torch.testing.assert_close(blocks.norm(), x.norm(), rtol=1e-5, atol=0)
+    assert block_sides(torch.Size([7, 513]), 64) == (7, 57)
+    assert block_sides(torch.Size([8, 96, 40]), 64) == (48, 40), "blocks lie in one matrix of a stack"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.0}, "density 0.0 of demo: must be from 1 / chunk.2, .* nearest: 0.000244143"),
+        ({"density": float("nan")}, "density nan of demo"),
+        ({"density": 1.5}, "nearest: 1$"),
+        ({"density": 0.001, "chunk": 8}, "nearest: 0.0156252"),
+        ({"chunk": 0}, "from 1 to 4096"),
+        ({"beta": 1.0}, "below 1"),
+    ],
+)
+def test_what_can_not_work_is_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DeMo(**options)  # type: ignore[arg-type]

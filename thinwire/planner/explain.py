@@ -251,8 +251,8 @@ def activations_on(laid: LaidOut) -> tuple[float | None, list[Row]]:
     num, length = config.micro_batch, config.seq_len
     loss, why = loss_in_effect(config.loss, num * length, model.config.vocab_size)
     kept = kept_of(model.config, num, length, is_cut=loss == "cut", tensor=shape.tensor)
-    rows = [("activations", f"those of {num} sequence(s) of {length:,} tokens", "one micro-batch, nothing computed again")]
-    return kept, [*rows, (f"--loss {config.loss}", loss, why)]
+    tokens, why_kept = f"those of {num} sequence(s) of {length:,} tokens", "one micro-batch; nothing computed again"
+    return kept, [("activations", tokens, why_kept), (f"--loss {config.loss}", loss, why)]
 
 
 def why_left_out(strategy: Method, laid: LaidOut) -> str:

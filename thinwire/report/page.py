@@ -14,9 +14,9 @@ from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.report.charts import Figure, figures
-from thinwire.report.timeline import timeline_figures
 from thinwire.report.machine import machine
 from thinwire.report.run import RunFiles, number, read_run
+from thinwire.report.timeline import timeline_figures
 from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
 
 # Formats of values in summary.json, by the suffix of their names; the first that matches is used.

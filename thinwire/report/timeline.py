@@ -34,7 +34,7 @@ def timeline_figure(events: Sequence[Mapping[str, Any]]) -> Figure:
     num_stages = 1 + int(max(number(event["pid"]) for event in events))
     ends = {name: _end_s(events, name) for name in ROWS}
     chart = Chart(
-        "what each stage does", around([0.0, *ends.values()], zero=True), (-0.5, num_stages - 0.5), "seconds of the step",
+        "what each stage does", around(ends.values(), zero=True), (-0.5, num_stages - 0.5), "seconds of the step",
         "stage", height=MARGIN + STAGE_HEIGHT * num_stages, whole_y=True,
     )  # fmt: skip
     seen: dict[str, str] = {}
@@ -70,5 +70,6 @@ def _note(ends: Mapping[str, float]) -> str:
     found = f"predicted {seconds_text(ends['predicted'])}, measured {seconds_text(ends['measured'])}"
     return (
         f"Of each stage the upper row is the simulation, the lower row the first step after it: {found}. Each stage "
-        "counts from its own start of the step. Odd micro-batches are paler. timeline.json holds the same for ui.perfetto.dev."
+        "counts from its own start of the step. Odd micro-batches are paler. timeline.json holds the same for "
+        "ui.perfetto.dev."
     )

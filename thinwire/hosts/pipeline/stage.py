@@ -181,7 +181,8 @@ def check_trained(made: Cut, holdings: Holdings) -> None:
         ends = [trained[len(trained) * (stage + 1) // stages - 1] + 1 for stage in range(stages - 1)]
         near = "layers '" + ",".join(str(b - a) for a, b in pairwise([0, *ends, len(layers)])) + "'"
     raise ConfigError(
-        f"stage {frozen[0]} of {stages}: all of its parameters are frozen, and each stage must train some; nearest: {near}"
+        f"stage {frozen[0]} of {stages}: all of its parameters are frozen, and each stage must train some; nearest: "
+        f"{near}"
     )
 
 

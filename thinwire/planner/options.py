@@ -72,6 +72,9 @@ class ExplainConfig:
     a disk, and what a step moves."""
     disk_rate: str | None = None
     """Rate of each rank's disk, such as 500MB/s, with --memory; adds the disk's seconds."""
+    recipe: Literal["22b", "175b", "1t"] | None = None
+    """How a model of this size was trained on a supercomputer: ranks, memory, idle time and operations, instead of
+    everything else."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
     @property

@@ -12,6 +12,7 @@ from thinwire.methods.interface import MethodPlan
 from thinwire.methods.memory import MemoryPart
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import ExplainConfig
+from thinwire.planner.recipes import print_recipe
 from thinwire.planner.search import Search
 from thinwire.planner.stages import Stages
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
@@ -36,10 +37,14 @@ MOST_SHOWN = 8
 
 def print_explained(config: ExplainConfig, problems: Problems) -> None:
     """Print what the configuration asks for. Raises ConfigError with everything that is wrong."""
-    found = explain(config, problems)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(PLAIN_WIDTH, console.width)
+    if config.recipe is not None:
+        problems.raise_any()
+        print_recipe(config, console)
+        return
+    found = explain(config, problems)
     for table in tables(found):
         console.print(table)
     has_activations = found.stages is not None or found.activations is not None

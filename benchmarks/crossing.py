@@ -60,8 +60,8 @@ def main() -> None:
         print(f"{name}: {still / 1e6:.1f} MB a step, and {by_token:.0f} bytes a token")
     for one, other in combinations(lines, 2):
         (still, by_token), (other_still, other_by_token) = lines[one], lines[other]
-        tokens = (other_still - still) / (by_token - other_by_token)
-        print(f"{one} and {other} carry the same at {tokens:,.0f} tokens")
+        same = (other_still - still) / (by_token - other_by_token)
+        print(f"{one} and {other} carry the same at {same:,.0f} tokens")
     tokens = [2.0**power for power in POWERS]
     highest = 2.0 * lines["batch"][0]
     chart = Chart(

@@ -1,11 +1,14 @@
 """Orders of a pipeline on slow links, with held computing: measured, simulated, and torch's runtime in the same run.
 
     thinwire lab --nodes 4 --rate 100mbit -- python benchmarks/pipeline.py --rate 12.5e6 [--micro-batches 32]
+    torchrun --nproc-per-node 4 benchmarks/pipeline.py
 
-Each stage sleeps for its computing, so that stages on few cores don't take turns: 50 ms forward and 100 ms backward for
-a micro-batch, messages of 0.52 MB. Prints for each order the median seconds of a step, what `simulate` said, and how
-many times as fast it is as the 1F1B of torch.distributed.pipelining. The lab's links are token buckets, which$
-`simulate` knows: a link that has rested lets the bytes of 20 ms pass at once.
+Without `--rate` the links are those of one machine, which take next to no time. Each stage sleeps for its computing, so
+that stages on few cores don't take turns: 50 ms forward and 100 ms backward for a micro-batch, messages of 0.52 MB.
+Prints for each order the median seconds of a step, what `simulate` said, how many times as fast it is as the 1F1B of
+torch.distributed.pipelining, and how many times as long it takes as without a link; then the median error of the
+simulation. The lab's links are token buckets, which `simulate` knows: a link that has rested lets the bytes of 20 ms
+pass at once.
 """
 
 from __future__ import annotations
@@ -103,14 +106,16 @@ def ours(made: Plan, mailbox: Mailbox, crossing: Crossing, repeats: int) -> floa
 def main() -> None:
     """Print the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, required=True, help="bytes per second of the lab's links")
+    parser.add_argument("--rate", type=float, help="bytes per second of the lab's links")
     parser.add_argument("--micro-batches", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     num_ranks, num = dist.get_world_size(), args.micro_batches
     mailbox = Mailbox(None, Topology(num_ranks, 1))
-    links = Network.even(num_ranks, rate=args.rate * PAYLOAD, delay_s=0.0005, burst_s=BURST_S)
+    links = Network.even(num_ranks)
+    if args.rate is not None:
+        links = Network.even(num_ranks, rate=args.rate * PAYLOAD, delay_s=0.0005, burst_s=BURST_S)
 
     def costs(made: Plan, crossing: Crossing) -> Costs:
         forward, backward = (
@@ -122,20 +127,27 @@ def main() -> None:
 
     exact, few = Crossing(), Crossing("int8/64:nearest", "int4/64")
     one = plan("1f1b", num_ranks, num)
-    fit = fitted(one.home, one.paths, costs(one, exact), links)
     rows = [
-        ("1f1b", one, exact), ("interleaved", plan("interleaved", num_ranks, num), exact),
-        ("gpipe", plan("gpipe", num_ranks, num), exact), ("fitted", fit, exact), ("1f1b, int8 and int4", one, few),
-    ]  # fmt: skip
+        (name, plan(name, num_ranks, num), exact) for name in ("1f1b", "interleaved", "looped-bfs", "v-half", "gpipe")
+    ]
+    rows.append(("fitted", fitted(one.home, one.paths, costs(one, exact), links), exact))
+    rows.append(("1f1b, int8 and int4", one, few))
+    rows.append(("fitted, int8 and int4", fitted(one.home, one.paths, costs(one, few), links), few))
     reference = of_torch(num, args.repeats)
     free = simulate(one, costs(one, exact)).makespan_s
     if dist.get_rank() == 0:
         print(f"no link: {free:.2f} s\n1f1b of torch: {reference:.2f} s")
+    errors = []
     for name, made, crossing in rows:
         took = ours(made, mailbox, crossing, args.repeats)
         predicted = simulate(made, costs(made, crossing), links).makespan_s
+        errors.append(abs(predicted / took - 1))
         if dist.get_rank() == 0:
-            print(f"{name}: {took:.2f} s, simulated {predicted:.2f} s, {reference / took:.2f} times torch's 1f1b")
+            speed, slower = reference / took, took / simulate(made, costs(made, crossing)).makespan_s
+            said = f"simulated {predicted:.2f} s, {speed:.2f} times torch's 1f1b, {slower:.2f} times as long as no link"
+            print(f"{name}: {took:.2f} s, {said}", flush=True)
+    if dist.get_rank() == 0:
+        print(f"median error of the simulation over {len(errors)} orders: {statistics.median(errors):.1%}")
     mailbox.close()
     dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from thinwire.planner.explain import Explained, explain
 from thinwire.planner.forward import forward_of, layer_and_ends
 from thinwire.planner.options import read_explain
 from thinwire.planner.stages import Grid
+from thinwire.report.units import bytes_text
 
 ARGS = [
     "--model",
@@ -60,6 +61,21 @@ def test_activations_are_those_that_torch_keeps() -> None:
     assert layer.operations == 2 * 64 * (matrices + attention)
 
 
+def test_every_strategy_counts_the_activations_of_a_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", "tiny", "--seq-len", "64", "--micro-batch", "2", "--strategy", "zero,ddp"]
+    found = explain(read_explain(asked, Problems()), Problems())
+    kept = forward_of(PRESETS["tiny"], 2, 64).kept_bytes
+    assert found.activations_of("zero") == found.activations_of("ddp") == kept
+    assert run_explain(asked) == 0
+    out = capsys.readouterr().out
+    assert f" {bytes_text(kept)} " in out and "Not counted: scratch" in out and "--micro-batch 2: no effect" not in out
+    assert run_explain(["--parameters", "1e6", "--micro-batch", "2", "--strategy", "zero"]) == 0
+    out = capsys.readouterr().out
+    assert "Not counted: activations, and scratch" in out and "--micro-batch 2: no effect" in out
+    cut = explain(read_explain([*asked, "--local-size", "2", "--tensor", "2"], Problems()), Problems())
+    assert 0.5 * kept < (cut.activations_of("zero") or 0) < 0.85 * kept
+
+
 def test_a_cut_loss_keeps_no_logits() -> None:
     config = replace(PRESETS["tiny"], vocab_size=4096)
     plain, cut = (layer_and_ends(config, 64, is_cut=is_cut)[1] for is_cut in (False, True))
@@ -78,6 +94,9 @@ def test_tensor_ranks_share_borders_matrices_and_work() -> None:
     whole, cut = explained(*asked).stages, explained(*asked, "--tensor", "2").stages
     assert whole is not None and cut is not None
     assert cut.link_bytes[0, 1] == whole.link_bytes[0, 1] / 2
+    # Two pipelines share a node's link, or the two ranks of one do, each with its half of the border.
+    grid = Grid(4, 2, 40e9, rate=1e6)
+    assert cut.crossing_bytes(grid) == whole.crossing_bytes(grid) / 2 == whole.link_bytes[0, 1]
     layers = [sum(param.numel() for param in found.parts[0]["layers0"].parameters()) for found in (whole, cut)]
     norms = sum(param.numel() for param in cut.parts[0]["layers0"].parameters() if param.dim() == 1)
     assert layers[1] == (layers[0] - norms) // 2 + norms

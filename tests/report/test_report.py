@@ -111,6 +111,26 @@ def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None
     pictures(page)
 
 
+def test_a_pipeline_shows_what_was_predicted_over_what_was_measured(tmp_path: Path) -> None:
+    def event(name: str, stage: int, start_s: float, row: str) -> dict[str, Any]:
+        return {"name": name, "cat": name[0], "ph": "X", "pid": stage, "tid": row, "ts": 1e6 * start_s, "dur": 1e6}
+
+    rows: list[tuple[str, int, float]] = [("F0", 0, 0), ("F0", 1, 1), ("B0", 1, 2), ("B0", 0, 3)]
+    events = [event(*each, "predicted") for each in rows] + [event(*each, "measured") for each in rows]
+    run = write_run(tmp_path, [row(step) for step in range(1, 4)])
+    broken = [{"name": "F0", "pid": "x", "ts": 0, "dur": 1}, 7]
+    (run / "timeline.json").write_text(json.dumps({"traceEvents": [*events, *broken]}))
+    page = write_report(run).read_text()
+    picture = next(each for each in pictures(page) if each.get("aria-label") == "what each stage does")
+    bars = [bar for bar in picture.iter() if "bar" in bar.get("class", "")]
+    assert len(bars) == 8 and "A step of the pipeline" in page and "predicted 4 s, measured 4 s" in page
+    above, below = (float(bars[index].get("y", "nan")) for index in (0, 4))
+    assert above < below and bars[0].get("x") == bars[4].get("x") and float(bars[1].get("y", "nan")) < above
+    assert "stage 1, micro-batch 0: backward, measured, from 2 s to 3 s" in page
+    (run / "timeline.json").write_text('{"traceEvents": [')
+    assert "A step of the pipeline" not in write_report(run).read_text()
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_a_young_run(tmp_path: Path, num_steps: int) -> None:
     page = write_report(write_run(tmp_path, [row(step + 1) for step in range(num_steps)])).read_text()

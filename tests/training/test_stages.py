@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from tests.training.commands import RunsOfRanks, check_refused
 from thinwire.checkpoint import Source, latest
+from thinwire.report.timeline import ROWS as ROWS_DRAWN
 
 SAVED, STEPS = 2, 5
 SMALL = (
@@ -130,6 +132,12 @@ def test_what_a_run_says_of_its_pipeline(runs: RunsOfRanks) -> None:
     assert 0 < last["pipeline_s"] <= last["step_s"] and 0 <= last["bubble"] < 1
     assert last["predicted_pipeline_s"] > 0 and 0 <= last["predicted_bubble"] < 1
     assert run["predicted_pipeline_s"] == last["predicted_pipeline_s"]
+    events = json.loads((run["folder"] / "timeline.json").read_text())["traceEvents"]
+    told = {name: sorted((each["pid"], each["name"]) for each in events if each["tid"] == name) for name in ROWS_DRAWN}
+    # Forwards and backwards of 2 micro-batches on 2 stages.
+    assert told["predicted"] == told["measured"] and len(told["measured"]) == 2 * 2 * 2
+    assert all(each["dur"] > 0 for each in events)
+    assert "A step of the pipeline" in (run["folder"] / "report.html").read_text()
     # fp32 of whole models on 4 ranks.
     assert run["uncompressed_bytes_per_step"] == 6 * run["parameters"]
 

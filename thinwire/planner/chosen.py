@@ -51,12 +51,7 @@ def choose_stages(run: Run, device: Device, dtype: str | None) -> tuple[Run, lis
     if nothing fits.
     """
     config = run.config
-    if dist.get_rank() == 0:
-        print("--stages auto: measuring the ranks and their links ...", flush=True)
-    tokenizer, table = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "", {})
-    model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
-    assert isinstance(model, Llama)
-    grid, memory_bytes = measured(config, model, device, told_by_first(dtype, "its dtype") or "fp32")
+    model, grid, memory_bytes = measured_for(f"--stages {AUTO}", config, device, dtype)
     told: tuple[str, dict[str, Any], list[Row]] = "", {}, []
     if dist.get_rank() == 0:
         try:
@@ -86,12 +81,7 @@ def choose_across(run: Run, device: Device, dtype: str | None) -> tuple[Run, lis
     if config.model.startswith("hf:"):
         why = "models of transformers have no predicted seconds; nearest: state --pipeline.across"
         return crossing(run, STAGES), [(f"across {AUTO}", STAGES, why)]
-    if dist.get_rank() == 0:
-        print("--pipeline.across auto: measuring the ranks and their links ...", flush=True)
-    tokenizer, table = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "", {})
-    model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
-    assert isinstance(model, Llama)
-    grid, _ = measured(config, model, device, told_by_first(dtype, "its dtype") or "fp32")
+    _, grid, _ = measured_for(f"--pipeline.across {AUTO}", config, device, dtype)
     found: dict[str, float] = {}
     if dist.get_rank() == 0:
         found = {across: predicted_s(crossing(run, across), grid) for across in (STAGES, REPLICAS)}
@@ -117,6 +107,24 @@ def predicted_s(run: Run, grid: Grid) -> float:
         micro_batches=batch.accumulation, micro_batch=batch.micro_batch, tables=config.tables,
     )  # fmt: skip
     return step_of_stages(asked, run.strategy, grid)
+
+
+def measured_for(asked: str, config: TrainConfig, device: Device, dtype: str | None) -> tuple[Llama, Grid, float]:
+    """The run's model without memory, what `measured` finds, and a line about it. A collective.
+
+    asked: the option that needs them. dtype: the compute type, if this rank knows it.
+    """
+    if dist.get_rank() == 0:
+        print(f"{asked}: measuring the ranks and their links ...", flush=True)
+    model = skeleton_of(config)
+    assert isinstance(model, Llama)
+    return model, *measured(config, model, device, told_by_first(dtype, "its dtype") or "fp32")
+
+
+def skeleton_of(config: TrainConfig) -> nn.Module:
+    """The run's model without memory."""
+    table = config.tables.get(model_table(config.model) or "", {})
+    return build_skeleton(config.model, load_tokenizer(config.tokenizer).vocab_size, config.seq_len, table)
 
 
 def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> tuple[Grid, float]:
@@ -167,8 +175,7 @@ def choose_experts(run: Run) -> tuple[Run, list[Row]]:
     if dist.get_rank() == 0:
         print(f"--experts.* {AUTO}: measuring the links ...", flush=True)
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
-    tokenizer, table = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "", {})
-    model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
+    model = skeleton_of(config)
     topology = comm.topology
     links = measure_links(comm, sizes_timed(model))
     comm.close()

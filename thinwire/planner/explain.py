@@ -41,6 +41,7 @@ from thinwire.optim import SummingOptimizer
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
 from thinwire.planner.experts import capacity_notes, choose_experts, expert_notes, expert_plan, with_splits
+from thinwire.planner.forward import kept_of
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import Resident, where_all_lies
 from thinwire.planner.search import Search, exchange_s, search
@@ -77,6 +78,7 @@ class Explained:
         search: what was priced to find the stages.
         resident: where the parts of the one strategy lie under a budget.
         optimizer: whose state and messages are counted.
+        activations: bytes that a micro-batch keeps on each rank without stages; None: they are not known.
     """
 
     num_parameters: int
@@ -95,6 +97,11 @@ class Explained:
     search: Search | None = None
     resident: Resident | None = None
     optimizer: str = ADAMW
+    activations: float | None = None
+
+    def activations_of(self, name: str) -> float | None:
+        """Bytes of the activations of one rank with a strategy; None: they are not known."""
+        return self.activations if self.stages is None else self.stages.timeline.peak_bytes[self.heaviest[name]]
 
     def link_s(self, found: MethodPlan) -> float | None:
         """Seconds of a step's messages between nodes on one node's link, all ranks of the node together."""
@@ -172,13 +179,15 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if searched_all:
         why = "other methods change what a step learns; name those to be tried"
         notes.insert(0, ("--strategy all", f"{' and '.join(SEARCHED)} are tried", why))
-    notes = [*notes_on(config, names), *notes, *notes_on_methods(methods), *(resident.rows if resident else ())]
+    kept, rows = activations_on(laid)
+    notes = [*notes_on(config, names, kept is not None), *notes, *rows, *notes_on_methods(methods)]
+    notes += resident.rows if resident else ()
     return Explained(
         laid.total, Topology(config.nodes, config.local_size), config.passes, plans, *rates,
         [*notes, *notes_on_ranks(laid, rates[0])], vocabulary_of(config, laid.model),
         {name: method.exchanges_every for name, method in methods.items() if method.exchanges_every > 1},
         [name for name, method in methods.items() if method.keeps_whole_weights],
-        laid.stages, heaviest, laid.grid, laid.search, resident, config.optimizer,
+        laid.stages, heaviest, laid.grid, laid.search, resident, config.optimizer, kept,
     )  # fmt: skip
 
 
@@ -227,6 +236,23 @@ def cut_into_stages(model: Llama, config: ExplainConfig, shape: MeshShape, grid:
     if options.head == SPREAD:
         loss, why = "plain", f"each stage has its part of the logits: head {SPREAD!r}"
     return stages, [*notes_on_stages(stages, model, config, grid), (f"--loss {config.loss}", loss, why)]
+
+
+def activations_on(laid: LaidOut) -> tuple[float | None, list[Row]]:
+    """Bytes that a micro-batch keeps on each rank without stages, and rows on them; None: they are not known."""
+    config, shape, model = laid.config, laid.shape, laid.model
+    # With stages they are in a table of their own; under a budget too.
+    if laid.stages is not None or config.memory is not None:
+        return None, []
+    if type(model) is not Llama:
+        return None, [("activations", "not counted", "they are known of presets such as demo alone, without experts")]
+    if shape.sequence > 1:
+        return None, [("activations", "not counted", "ranks that share a sequence keep others")]
+    num, length = config.micro_batch, config.seq_len
+    loss, why = loss_in_effect(config.loss, num * length, model.config.vocab_size)
+    kept = kept_of(model.config, num, length, is_cut=loss == "cut", tensor=shape.tensor)
+    tokens, why_kept = f"those of {num} sequence(s) of {length:,} tokens", "one micro-batch; nothing computed again"
+    return kept, [("activations", tokens, why_kept), (f"--loss {config.loss}", loss, why)]
 
 
 def why_left_out(strategy: Method, laid: LaidOut) -> str:
@@ -572,8 +598,8 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
     return module
 
 
-def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Rows about options without an effect."""
+def notes_on(config: ExplainConfig, names: list[str], counts: bool) -> Iterator[tuple[str, str, str]]:
+    """Rows about options without an effect. counts: activations without stages are counted."""
     used = {strategy_table(name) for name in names}
     used |= {model_table(config.model)} if config.parameters is None else set()
     used |= {table for table in (SEQUENCE, EXPERTS) if config.tables.get(table, {}).get("parallel", 1) > 1}
@@ -588,8 +614,8 @@ def notes_on(config: ExplainConfig, names: list[str]) -> Iterator[tuple[str, str
     if config.memory is None and config.disk_rate is not None:
         yield f"--disk-rate {config.disk_rate}", "no effect", "nothing lies on a disk without --memory"
     if config.stages is None:
-        of_pass = () if used & {SEQUENCE, EXPERTS} or config.memory is not None else ("micro_batch",)
-        of_step = () if config.memory is not None else ("gflops", "loss")
+        of_pass = () if counts or used & {SEQUENCE, EXPERTS} or config.memory is not None else ("micro_batch",)
+        of_step = () if config.memory is not None else ("gflops",) if counts else ("gflops", "loss")
         for name in (*of_pass, *of_step, "memory_gb"):
             if getattr(config, name) != getattr(ExplainConfig(), name):
                 yield f"{flag(name)} {getattr(config, name)}", "no effect", "it is for --stages"

@@ -55,11 +55,18 @@ def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = 
 
 @cache
 def layer_and_ends(
-    config: LlamaConfig, seq_len: int, *, is_cut: bool = False, tensor: int = 1
+    config: LlamaConfig, seq_len: int, *, is_cut: bool = False, tensor: int = 1, batch: int = 1
 ) -> tuple[Forward, Forward]:
-    """The forward of one sequence: of one layer (all are alike), and of embedding, head and loss together."""
+    """The forward of one sequence or of `batch`: of one layer (all are alike), and of all the rest together."""
     one, two = (
-        forward_of(replace(config, num_hidden_layers=num), 1, seq_len, is_cut=is_cut, tensor=tensor) for num in (1, 2)
+        forward_of(replace(config, num_hidden_layers=num), batch, seq_len, is_cut=is_cut, tensor=tensor)
+        for num in (1, 2)
     )
     layer = Forward(two.operations - one.operations, two.kept_bytes - one.kept_bytes)
     return layer, Forward(one.operations - layer.operations, one.kept_bytes - layer.kept_bytes)
+
+
+def kept_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = False, tensor: int = 1) -> float:
+    """Bytes of the activations that a forward of the whole model keeps; see `forward_of`. As exact, in less time."""
+    layer, ends = layer_and_ends(config, seq_len, is_cut=is_cut, tensor=tensor, batch=batch)
+    return config.num_hidden_layers * layer.kept_bytes + ends.kept_bytes

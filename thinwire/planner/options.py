@@ -56,13 +56,13 @@ class ExplainConfig:
     """Forward and backward passes of one optimizer step; by default 1, and 1 for each stage of a pipeline, as in
     `thinwire train`."""
     micro_batch: int = 8
-    """Sequences of one such pass through the stages of a pipeline."""
+    """Sequences of one such pass: it sets the activations that a rank keeps."""
     rate: str | None = None
     """Rate of one machine's link to the others, which its ranks share, such as 10gbit; adds a column of seconds."""
     local_rate: str | None = None
     """Rate of one rank's link inside its machine; adds a column of seconds."""
     loss: Literal["auto", "plain", "cut"] = "auto"
-    """How the loss is computed, as for `thinwire train`, with --stages or --memory: it sets what the head keeps."""
+    """How the loss is computed, as for `thinwire train`: it sets what the head keeps."""
     gflops: float | None = None
     """Billions of operations per second that one rank reaches, for stages; by default measured here in a moment."""
     memory_gb: float | None = None
@@ -72,6 +72,9 @@ class ExplainConfig:
     a disk, and what a step moves."""
     disk_rate: str | None = None
     """Rate of each rank's disk, such as 500MB/s, with --memory; adds the disk's seconds."""
+    recipe: Literal["22b", "175b", "1t"] | None = None
+    """How a model of this size was trained on a supercomputer: ranks, memory, idle time and operations, instead of
+    everything else."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
     @property

@@ -12,6 +12,7 @@ from thinwire.methods.interface import MethodPlan
 from thinwire.methods.memory import MemoryPart
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import ExplainConfig
+from thinwire.planner.recipes import print_recipe
 from thinwire.planner.search import Search
 from thinwire.planner.stages import Stages
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
@@ -36,13 +37,18 @@ MOST_SHOWN = 8
 
 def print_explained(config: ExplainConfig, problems: Problems) -> None:
     """Print what the configuration asks for. Raises ConfigError with everything that is wrong."""
-    found = explain(config, problems)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(PLAIN_WIDTH, console.width)
+    if config.recipe is not None:
+        problems.raise_any()
+        print_recipe(config, console)
+        return
+    found = explain(config, problems)
     for table in tables(found):
         console.print(table)
-    console.print(FOOT.format(found.optimizer, "" if found.stages else "activations, and "))
+    has_activations = found.stages is not None or found.activations is not None
+    console.print(FOOT.format(found.optimizer, "" if has_activations else "activations, and "))
     for line in reasons(found):
         console.print(line)
     for asked, effect, why in found.notes:
@@ -86,7 +92,8 @@ def tables(found: Explained) -> list[Table]:
         (plan,) = found.plans.values()
         (steps,) = found.mean_over.values() or (1,)
         between = "" if found.stages is None else " between the replicas of a stage"
-        made += [parts_of_memory(plan), parts_of_traffic(plan, steps, between)]
+        (name,) = found.plans
+        made += [parts_of_memory(plan, found.activations_of(name)), parts_of_traffic(plan, steps, between)]
     return made
 
 
@@ -102,7 +109,7 @@ def side_by_side(found: Explained) -> Table:
     memory = ("weights", "gradients", "optimizer", "passing")
     seconds = [("on the link", found.link_s, found.rate), ("inside", found.local_s, found.local_rate)]
     seconds = [entry for entry in seconds if entry[2] is not None]
-    activations = ["activations"] if found.stages else []
+    activations = ["activations"] if any(found.activations_of(name) is not None for name in found.plans) else []
     heads = [
         *memory,
         "other",
@@ -116,7 +123,8 @@ def side_by_side(found: Explained) -> Table:
         table.add_column(head, justify="right")
     for name, plan in found.plans.items():
         held: list[float] = [getattr(plan, part) for part in memory] + [sum(plan.other.values())]
-        held += [found.stages.timeline.peak_bytes[found.heaviest[name]]] if found.stages else []
+        kept = found.activations_of(name)
+        held += [] if kept is None else [kept]
         sent = [plan.sent_on(level) for level in levels]
         times = [seconds_text(value) for _, of, _ in seconds if (value := of(plan)) is not None]
         marked = f"{name} *" if name in found.mean_over else name
@@ -191,11 +199,13 @@ def parts_of_residency(parts: Sequence[MemoryPart]) -> Table:
     return table
 
 
-def parts_of_memory(plan: MethodPlan) -> Table:
-    """A table with a row for each part of one rank's memory."""
+def parts_of_memory(plan: MethodPlan, activations: float | None) -> Table:
+    """A table with a row for each part of one rank's memory. activations: in bytes, if they are known."""
     table = Table("memory", "bytes", "", title="what one rank holds", title_justify="left")
     for name, num_bytes in plan.memory.items():
         table.add_row(name, bytes_text(num_bytes), MEANINGS.get(name, "kept between steps"))
+    if activations is not None:
+        table.add_row("activations", bytes_text(activations), "of the micro-batches whose backwards are to come")
     return table
 
 

@@ -23,6 +23,7 @@ class RunFiles:
         summary: summary.json, empty if the run did not get that far.
         config: config.toml as text.
         plan: plan.json, empty if the run follows none.
+        timeline: events of timeline.json; empty without a pipeline.
         ways: lines of metrics.jsonl on other ways of rows to experts.
         changed: when the last of these files was written; None if there is none.
     """
@@ -34,6 +35,7 @@ class RunFiles:
     changed: datetime | None = None
     plan: dict[str, Any] = field(default_factory=dict)
     ways: list[dict[str, Any]] = field(default_factory=list)
+    timeline: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -89,6 +91,7 @@ def read_run(run_dir: Path) -> RunFiles:
         changed=datetime.fromtimestamp(changed).astimezone(),
         plan=_object(_text(run_dir / "plan.json")),
         ways=[line for line in map(_object, _text(metrics).splitlines()) if line.get("event") == "way"],
+        timeline=_events(_text(run_dir / "timeline.json")),
     )
 
 
@@ -103,6 +106,14 @@ def _object(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    """The events of a timeline with a place and times that are numbers."""
+    found = _object(text).get("traceEvents")
+    events = [event for event in found if isinstance(event, dict)] if isinstance(found, list) else []
+    numbers = ("pid", "ts", "dur")
+    return [event for event in events if all(math.isfinite(number(event.get(key))) for key in numbers)]
 
 
 def _rows(text: str) -> list[dict[str, Any]]:

@@ -106,17 +106,18 @@ class Chart:
         names: names of the lines for `end_labels`, which get room at the right.
         height: height of the picture in pixels.
         log_x: whether the x axis is logarithmic.
+        whole_y: whether the y axis has ticks at integers only.
     """
 
     def __init__(
         self, label: str, x: tuple[float, float], y: tuple[float, float], x_label: str, y_label: str,
-        *, names: Sequence[str] = (), height: float = HEIGHT, log_x: bool = False,
+        *, names: Sequence[str] = (), height: float = HEIGHT, log_x: bool = False, whole_y: bool = False,
     ) -> None:  # fmt: skip
         widest = max((len(_cut(name)) for name in names), default=0)
         self._right = WIDTH - RIGHT - (LETTER_WIDTH * widest + 14 if widest else 0)
         self._height, self._foot = height, height - BOTTOM
         self.x = LogScale(*x, LEFT, self._right) if log_x else Scale(*x, LEFT, self._right, whole=True)
-        self.y = Scale(*y, self._foot, TOP)
+        self.y = Scale(*y, self._foot, TOP, whole=whole_y)
         self._label = label
         self._marks = [*self._grid(), *self._titles(x_label, y_label)]
 
@@ -138,15 +139,15 @@ class Chart:
         x, (low, high) = self.x.place(point[0]), (self.y.place(point[1] + sign * error) for sign in (-1, 1))
         self._marks.append(f'<path class="line {style}" d="M{x:.1f} {low:.1f}V{high:.1f}"/>')
 
-    def bar(self, left: float, right: float, bottom: float, top: float, style: str) -> None:
-        """Draw a rectangle; nothing if its height is not a number or not above zero."""
+    def bar(self, left: float, right: float, bottom: float, top: float, style: str, text: str = "") -> None:
+        """Draw a rectangle that shows `text` under the pointer; nothing if its height is not above zero, or NaN."""
         if not top > bottom:
             return
         x, y = self.x.place(left), self.y.place(top)
         width, height = self.x.place(right) - x, self.y.place(bottom) - y
-        self._marks.append(
-            f'<rect class="bar {style}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"/>'
-        )
+        size = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
+        end = f"><title>{escape(text)}</title></rect>" if text else "/>"
+        self._marks.append(f'<rect class="bar {style}" {size}{end}')
 
     def rule(self, y: float, style: str) -> None:
         """A horizontal line across the plot."""

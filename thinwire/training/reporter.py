@@ -72,6 +72,13 @@ class Reporter:
             seconds = f" ({seconds_text(event.measured_s)} a layer)" if event.measured_s else ""
             self.progress.say(f"rows to experts after step {event.after_step}: {event.way}: {event.why}{seconds}")
 
+    def timeline(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Write what the stages of a pipeline did in one step, in Chrome's trace format."""
+        try:
+            self.run_dir.timeline.write_text(json.dumps({"traceEvents": events}) + "\n")
+        except OSError as error:
+            self.progress.warn(f"{self.run_dir.timeline} can't be written: {error.strerror}")
+
     def last_exchange(self, sent_bytes: int, seconds: float) -> None:
         """Record and print the cost of the islands' last exchange, after the last step."""
         self.last_bytes = sent_bytes

@@ -473,6 +473,10 @@ class Trainer:
             )
         # Of the steps that follow.
         self._prediction = pipeline.prediction
+        if pipeline.trace and self.reporter is not None:
+            self.reporter.timeline(pipeline.trace)
+        # Of one step alone.
+        pipeline.trace = pipeline.trace and []
         return found
 
     def _watch_gradient(self, norm: float) -> None:

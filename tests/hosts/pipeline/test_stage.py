@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import thinwire
 from tests.workers import run_workers
 from thinwire._compat import flattened
+from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
-from thinwire.hosts.pipeline.stage import PipelineStage, take_part
+from thinwire.hosts.pipeline.recovery import Holdings
+from thinwire.hosts.pipeline.stage import PipelineStage, check_trained, take_part
 from thinwire.hosts.ranks import Axis, open_ranks
-from thinwire.methods.pipeline import token_shares
+from thinwire.methods.pipeline import cut, token_shares
 from thinwire.models import build_model
 from thinwire.state.replicas import digest
 
@@ -207,6 +209,30 @@ def test_replicas_of_a_stage_are_equal_and_bytes_are_those_of_the_formula(
         if name != "powersgd":
             # Not where the next loss was asked for, nor where the link was measured.
             assert all(sent == found["promised"] for step, sent in enumerate(found["sent"]) if step not in (7, 8))
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers", "frozen", "nearest"),
+    [
+        (2, "2,2", (2, 3), None),  # The last norm is trained.
+        (3, "1,2,1", (1, 2), "2 stages"),
+        (3, "1,2,1", (1,), None),
+        (3, "1,1,2", (1,), "layers '1,2,1'"),
+        (4, "", (0, 1, 2), "1 stages"),
+    ],
+)
+def test_a_stage_that_would_train_nothing_is_refused(
+    stages: int, layers: str, frozen: tuple[int, ...], nearest: str | None
+) -> None:
+    whole = model()
+    for number in frozen:
+        whole.get_submodule(f"model.layers.{number}").requires_grad_(False)
+    made = cut(whole, stages, layers)
+    if nearest is None:
+        check_trained(made, Holdings.of(made))
+        return
+    with pytest.raises(ConfigError, match=f"stage 1 of {stages}: all .* frozen, .*; nearest: {nearest}"):
+        check_trained(made, Holdings.of(made))
 
 
 def alone(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 import thinwire
 from tests.hosts.pipeline.test_stage import EXACT, adamw, alone, batches, model
@@ -19,6 +21,7 @@ from thinwire.hosts.pipeline.stage import PipelineStage, take_part
 from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.hosts.tensor import TensorAxis, cut_parameters
 from thinwire.methods.pipeline import token_shares
+from thinwire.models import build_model
 from thinwire.models.llama import MLP
 from thinwire.models.tensor import COLUMNS, cut_over, cuts_of
 from thinwire.state.replicas import digest
@@ -66,13 +69,34 @@ class Dropping(MLP):
         return nn.functional.dropout(x, 0.5, self.training)
 
 
-def dropped(recompute: str) -> Any:
+def of_four_heads() -> Any:
+    """A model whose matrices four ranks can cut."""
+    overrides = {"num_key_value_heads": 4, "num_hidden_layers": 2}
+    return build_model("tiny", 64, 16, overrides=overrides).to(torch.float64)
+
+
+def four_tensor_ranks() -> Any:
+    """Loss, gradients, and how many all_reduce each pass takes on a tensor axis of four ranks; what dropout draws."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
+    whole, counts = of_four_heads(), []
+    cut_over(whole, mesh)
+    with CommDebugMode() as comm:
+        loss = whole(*batches(0, 1)[0])
+        counts.append(comm.get_total_counts())
+        loss.backward()
+        counts.append(comm.get_total_counts() - counts[0])
+    assert set(map(str, comm.get_comm_counts())) == {"c10d_functional.all_reduce"}
+    grads = {name: getattr(param.grad, "_local_tensor", param.grad) for name, param in whole.named_parameters()}
+    return float(loss), grads, counts, dropped("never", of_four_heads(), (1, 1, 4))[1]
+
+
+def dropped(recompute: str, whole: Any = None, shape: tuple[int, ...] = (2, 1, 2)) -> Any:
     """The gradients of a model with dropout, and what each of this stage's layers drew."""
-    whole: Any = model(torch.float64)
+    whole = model(torch.float64) if whole is None else whole
     for layer in whole.model.layers:
         layer.mlp.__class__ = Dropping
     torch.manual_seed(5)
-    found = of_stages(whole, 2, {"plan": "gpipe", "recompute": recompute})[0]
+    found = of_stages(whole, 2, {"plan": "gpipe", "recompute": recompute}, shape=shape)[0]
     return found, [(mlp.inside, mlp.behind) for mlp in whole.modules() if isinstance(mlp, Dropping)]
 
 
@@ -81,9 +105,11 @@ def gradients(name: str) -> Any:
     return of_stages(model(torch.float64), num, options)
 
 
-def of_stages(whole: Any, num: int, options: dict[str, Any], *, shares: bool = True) -> Any:
+def of_stages(
+    whole: Any, num: int, options: dict[str, Any], *, shares: bool = True, shape: tuple[int, ...] = (2, 1, 2)
+) -> Any:
     """Of one step; shares: whether tensor ranks share what crosses a border, or each sends all of it."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pipeline", "data", "tensor"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
     cut_over(whole, mesh["tensor"])
     optimizer = adamw(whole)
     part = take_part(whole, optimizer, thinwire.Pipeline(**EXACT, **options), mesh["pipeline"])
@@ -107,6 +133,7 @@ def all_gradients(rank: int, world_size: int) -> Any:
     found = {name: gradients(name) for name in GRADIENTS}
     for shares in (False, True):
         found[f"shares {shares}"] = of_stages(model(torch.float64), 4, {"plan": "1f1b"}, shares=shares)
+    found["four"] = four_tensor_ranks()
     return found | {"dropped": [dropped(recompute) for recompute in ("never", "always")]}
 
 
@@ -155,6 +182,25 @@ def test_dropout_is_alike_where_tensors_are_whole_and_each_rank_s_own_where_they
             assert not any(one == other for one, other in zip(inside, inside_there, strict=True))
         for key in first:
             assert key.removesuffix(".weight") in CUTS or torch.equal(first[key], second[key]), key
+
+
+def test_four_tensor_ranks_sum_twice_in_each_pass_of_a_layer_and_are_one_process(
+    of_four: list[dict[str, Any]],
+) -> None:
+    whole = of_four_heads()
+    loss = whole(*batches(0, 1)[0])
+    loss.backward()
+    told = [rank["four"] for rank in of_four]
+    num_layers = len(whole.model.layers)
+    for loss_here, _, counts, _ in told:
+        assert abs(loss_here - float(loss)) <= 1e-10 and counts == [2 * num_layers, 2 * num_layers]
+    for name, param in whole.named_parameters():
+        assert param.grad is not None
+        found = whole_of(name, [grads[name] for _, grads, _, _ in told])
+        assert (found - param.grad).abs().max() <= 1e-10, name
+    inside, behind = ([[draws[where] for draws in drawn] for *_, drawn in told] for where in (0, 1))
+    assert all(each == behind[0] for each in behind)
+    assert all(one != other for one, other in combinations(inside, 2))
 
 
 def test_a_shared_border_carries_half_of_the_bytes_and_the_same_bits(of_four: list[dict[str, Any]]) -> None:

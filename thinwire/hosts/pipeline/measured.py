@@ -13,7 +13,7 @@ import torch
 from thinwire.collectives import Communicator
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.methods.pipeline import Costs
-from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, SPREAD_KINDS, WEIGHT
+from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, SPREAD_KINDS, WEIGHT, Action
 from thinwire.methods.pipeline.simulate import SpreadCosts
 
 
@@ -49,3 +49,18 @@ def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -
         even, forward_s=tuple(forward_s), input_s=tuple(input_s), weight_s=tuple(weight_s),
         forward_bytes=forward_bytes, backward_bytes=backward_bytes,
     )  # fmt: skip
+
+
+def spans_of_all(runner: Runner, comm: Communicator) -> list[list[tuple[Action, float, float]]]:
+    """What each rank did in the last `run`, and when: (action, start, end). A collective, equal on all ranks.
+
+    Seconds are counted from the start of the step on the rank itself: clocks of machines differ by more.
+    """
+    orders = runner.plan.orders
+    own = torch.zeros(max(map(len, orders)), 2, dtype=torch.float64)
+    own[: len(runner.spans)] = torch.tensor([times for _, *times in runner.spans], dtype=torch.float64).view(-1, 2)
+    told = comm.wait(comm.all_gather_exact(own)).view(len(orders), -1, 2).tolist()
+    return [
+        [(action, begin, end) for action, (begin, end) in zip(order, times, strict=False)]
+        for order, times in zip(orders, told, strict=True)
+    ]

@@ -333,7 +333,8 @@ class _RunningStep:
             output = self._forward(visit, arrived)
             if self.runner.plan.routes.gives(action):
                 self._give(action, output)
-            else:
+            elif self.shares[visit.micro_batch]:
+                # The mean over no token at all is no number.
                 self.loss = self.loss + self.shares[visit.micro_batch] * output
             return
         state = self._visits[visit]

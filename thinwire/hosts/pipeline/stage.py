@@ -20,7 +20,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.offload.hollow import any_values, is_hollow
 from thinwire.hosts.pipeline.links import measured_links
-from thinwire.hosts.pipeline.measured import measured
+from thinwire.hosts.pipeline.measured import measured, spans_of_all
 from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, packed, recovered
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.hosts.pipeline.shared import SharedMailbox
@@ -29,11 +29,12 @@ from thinwire.hosts.pipeline.vocabulary import SpreadRows, SpreadVocabulary, spr
 from thinwire.hosts.ranks import communicator_along
 from thinwire.hosts.tensor import TensorAxis
 from thinwire.losses import cut_loss
-from thinwire.methods.pipeline import Chunk, Costs, Cut, Plan, cut, in_flight, simulate, token_shares
+from thinwire.methods.pipeline import Action, Chunk, Costs, Cut, Plan, cut, in_flight, simulate, token_shares
 from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import AGREE, BACKWARD, EMBED, FORWARD, SCATTER, SCORE, TRAIN, ordered, straight
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, lr_factor
+from thinwire.methods.pipeline.simulate import PipelineTimeline, trace
 from thinwire.methods.pipeline.vocabulary import Own
 from thinwire.table import Row
 
@@ -125,6 +126,7 @@ def take_part(
     tied = made.tied(made.home, rank)
     check_ties(made)
     holdings = Holdings.of(made)
+    check_trained(made, holdings)
     if initial is not None:
         parts = [*(part.chunk for part in chunks.values()), *map(model.get_submodule, made.spread_names)]
         ends = holdings.kept_by(rank) if options.recover != NONE else []
@@ -165,25 +167,52 @@ def check_ties(made: Cut) -> None:
         )
 
 
+def check_trained(made: Cut, holdings: Holdings) -> None:
+    """Raise ConfigError, on all ranks, if all parameters of a stage are frozen: it would have nothing to update."""
+    # Rows of a vocabulary on all stages are always trained.
+    frozen = [rank for rank in range(len(holdings.ends)) if not holdings.trained_by(rank)]
+    if not frozen or made.vocabulary is not None:
+        return
+    layers = {number: f"{made.layers}.{number}" for number in range(sum(made.sizes))}
+    trained = [number for number, name in layers.items() if holdings.of_layer(name)]
+    stages = len(holdings.ends)
+    near = f"{max(1, len(trained))} stages"
+    if len(trained) >= stages:
+        ends = [trained[len(trained) * (stage + 1) // stages - 1] + 1 for stage in range(stages - 1)]
+        near = "layers '" + ",".join(str(b - a) for a, b in pairwise([0, *ends, len(layers)])) + "'"
+    raise ConfigError(
+        f"stage {frozen[0]} of {stages}: all of its parameters are frozen, and each stage must train some; nearest: "
+        f"{near}"
+    )
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The predicted time of a step's forwards and backwards, simulated from measurements.
 
     Attributes:
-        step_s: seconds.
         bubbles: for each rank, the share of the step in which it computes nothing.
         in_flight: for each rank, the most micro-batches whose activations it keeps at once.
-        link_bytes: bytes sent in one step, by (from, to).
+        timeline: of that step.
     """
 
-    step_s: float
     bubbles: tuple[float, ...]
     in_flight: tuple[int, ...]
-    link_bytes: dict[tuple[int, int], float]
+    timeline: PipelineTimeline
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.timeline.makespan_s
+
+    @property
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each rank, in order."""
+        return self.timeline.orders
 
     def __str__(self) -> str:
         shown = ", ".join(f"{part:.0%}" for part in self.bubbles)
-        links = ", ".join(f"{a} to {b} {num / 1e6:.3f} MB" for (a, b), num in sorted(self.link_bytes.items()))
+        links = ", ".join(f"{a} to {b} {num / 1e6:.3f} MB" for (a, b), num in sorted(self.timeline.link_bytes.items()))
         held = ", ".join(map(str, self.in_flight))
         return (
             f"{self.step_s:.3g} s a step; stages, first to last, are idle for {shown} of it, and hold at most {held} "
@@ -251,6 +280,8 @@ class PipelineStage:
         # Of the last step: from the first action to the last, and in actions.
         self.step_s = self.busy_s = 0.0
         self.prediction: Prediction | None = None
+        # Of the first step under the prediction: what each rank did, and when, in Chrome's trace format.
+        self.trace: list[dict[str, Any]] | None = None
         self._forwards: dict[int, Runner] = {}
 
     @property
@@ -299,6 +330,9 @@ class PipelineStage:
         self.optimizer.note_loss(float(part) * self.num_stages)
         if self.num_steps == MEASURED_STEP:
             self._fit(runner, batches)
+        elif self.trace is None and self.prediction is not None and runner.plan.orders == self.prediction.orders:
+            self.trace = trace(self.prediction.timeline.spans, "predicted")
+            self.trace += trace(spans_of_all(runner, self.comm), "measured")
         return float(part)
 
     def next_loss(self, batches: Sequence[MicroBatch], loss: Loss = models_own) -> float:
@@ -530,7 +564,7 @@ class PipelineStage:
         self._runners[num] = self._running(plan)
         found = simulate(plan, costs, network)
         bubbles = tuple(idle / max(found.makespan_s, 1e-12) for idle in found.idle_s)
-        self.prediction = Prediction(found.makespan_s, bubbles, in_flight(plan), found.link_bytes)
+        self.prediction = Prediction(bubbles, in_flight(plan), found)
 
     def _of_first(self, value: Any) -> Any:
         """The first replica's result, for all replicas: they must run actions in one order."""

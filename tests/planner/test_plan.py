@@ -103,17 +103,14 @@ def test_a_plan_is_a_configuration_with_its_prediction(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         run_plan(wrong)
     assert all(part in str(caught.value) for part in ("'8gb'", "'zero'", "nearest: 2"))
-    trace = tmp_path / "trace.json"
-    assert run_plan(["--machine", str(file), "--out", str(out), "--trace", str(trace)]) == 0
-    in_stages = json.loads(trace.read_text())
+    assert run_plan(["--machine", str(file), "--out", str(out)]) == 0
     problems = Problems()
     config = read_toml(out, problems)
     predicted = json.loads((tmp_path / "plan.json").read_text())
     assert not problems.messages and config.plan == str(tmp_path / "plan.json")
     assert isinstance(config.stages, int) and config.order == tuple(predicted["order"])
     assert predicted["rates"][0][2] == SLOW and predicted["rates"][0][0] is None
-    assert {event["pid"] for event in in_stages} == set(range(config.stages))
-    assert {event["name"] for event in in_stages} >= {"F0", "B0"}
+    trace = tmp_path / "trace.json"
     run_plan(["--machine", str(file), "--out", str(out), "--stages", "1", "--trace", str(trace)])
     events = json.loads(trace.read_text())
     assert {event["pid"] for event in events} == {0, 1, 2, 3} and all(event["dur"] >= 0 for event in events)

@@ -161,7 +161,9 @@ class Pricing:
             return self._alone(way)
         check_inside(self.methods[way.strategy], way.replicas)
         order = self._best(way)[0]
-        grid, stages = self.placed(order), self.in_stages(way, order)
+        grid = self.placed(order)
+        sizes = (way.stages, way.num_micro_batches, way.micro_batch)
+        stages = stages_of(self.model, way.pipeline, *sizes, self.seq_len, grid)
         exchanges = [self._exchange(way, stages, stage, grid) for stage in range(way.stages)]
         exchange_s = max(timeline.makespan_s for timeline in exchanges)
         first, last = grid.slowest(way.stages)[0], grid.slowest(way.stages)[-1]
@@ -178,11 +180,6 @@ class Pricing:
         rates = grid.links(way.stages).rates
         link_s = max(num / rates[a][b] for (a, b), num in stages.link_bytes.items()) + exchange_s
         return Priced(way, step_s, stages.bubble, memory, min(link_s, step_s), order, terms)
-
-    def in_stages(self, way: Candidate, order: RankOrder) -> Stages:
-        """The simulated pipeline of a candidate with stages. order: the rank in each place."""
-        sizes = (way.stages, way.num_micro_batches, way.micro_batch)
-        return stages_of(self.model, way.pipeline, *sizes, self.seq_len, self.placed(order))
 
     def simulated(self, way: Candidate) -> Timeline:
         """The simulated step of a candidate without stages."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from thinwire.cost import Machine
 from thinwire.errors import ConfigError, Problems
-from thinwire.methods.pipeline.simulate import trace
 from thinwire.models import Llama, build_skeleton
 from thinwire.options import CHOSEN_FROM, PIPELINE, Tables, build_strategy
 from thinwire.planner.candidates import Candidate, candidates
@@ -89,11 +88,8 @@ class TrainingPlan:
         return [("order of ranks", " ".join(map(str, self.best.order)), f"{link}, {used}")]
 
     def trace(self) -> list[dict[str, Any]]:
-        """The timeline of the simulated step, for Perfetto; with stages that of their forwards and backwards."""
-        way = self.best.candidate
-        if way.stages == 1:
-            return self.pricing.simulated(way).trace()
-        return trace(self.pricing.in_stages(way, self.best.order).timeline.spans, "pipeline")
+        """The timeline of the simulated step of a plan without stages, for Perfetto."""
+        return self.pricing.simulated(self.best.candidate).trace()
 
 
 def kind_of(priced: Priced) -> tuple[int, str]:

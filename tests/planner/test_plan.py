@@ -110,10 +110,17 @@ def test_a_plan_is_a_configuration_with_its_prediction(tmp_path: Path) -> None:
     assert not problems.messages and config.plan == str(tmp_path / "plan.json")
     assert config.stages and config.order == tuple(predicted["order"])
     assert predicted["rates"][0][2] == SLOW and predicted["rates"][0][0] is None
+    # What the order keeps apart sends nothing; all that is sent stands in the table.
+    assert predicted["link_bytes"][0][2] == 0 == predicted["link_bytes"][2][0]
+    assert sum(each or 0 for each in predicted["link_bytes"][0]) == pytest.approx(predicted["predicted"]["sent_bytes"])
+    assert max(end for *_, end in predicted["timeline"]) == pytest.approx(predicted["predicted"]["step_s"], rel=1e-3)
     trace = tmp_path / "trace.json"
-    run_plan(["--machine", str(file), "--out", str(out), "--stages", "1", "--trace", str(trace)])
-    events = json.loads(trace.read_text())
-    assert {event["pid"] for event in events} == {0, 1, 2, 3} and all(event["dur"] >= 0 for event in events)
+    for stages in ("1", "2"):
+        run_plan(["--machine", str(file), "--out", str(out), "--stages", stages, "--trace", str(trace)])
+        events = [event for event in json.loads(trace.read_text()) if event["ph"] == "X"]
+        assert {event["pid"] for event in events} == {0, 1, 2, 3} and all(event["dur"] >= 0 for event in events)
+        last = max(event["ts"] + event["dur"] for event in events)
+        assert last == pytest.approx(1e6 * json.loads((tmp_path / "plan.json").read_text())["predicted"]["step_s"])
 
 
 @pytest.fixture(scope="module")

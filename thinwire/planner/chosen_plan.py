@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -35,7 +36,7 @@ from thinwire.table import Row
 def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None, number: int) -> tuple[Run, list[Row]]:
     """The run with the fastest plan in place of `--strategy auto`, the same on all ranks; and rows about it.
 
-    Leaves machine.json and plan.json in the run directory. dtype: the compute type, if this rank knows it. number: of
+    Leaves machine.json, plan.json and plan-trace.json in the run directory. dtype: the compute type, if this rank knows it. number: of
     this worker on its machine. store: of all ranks, which have no process group yet. A collective over all ranks.
     Raises ConfigError on all of them if nothing fits.
     """
@@ -60,6 +61,7 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
             told = "", {**changes(config, found), "plan": str(RunDir(config.run_dir).plan)}, rows
             RunDir(config.run_dir).machine.write_text(machine.to_json())
             RunDir(config.run_dir).plan.write_text(found.to_json())
+            RunDir(config.run_dir).trace.write_text(json.dumps(found.trace()) + "\n")
         except ConfigError as error:
             told = str(error), {}, []
     problem, values, rows = told_by_first(told, "the plan")

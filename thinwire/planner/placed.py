@@ -107,6 +107,15 @@ class PlacedMachine(Grid):
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A simulated step of a candidate with stages: of the slowest pipeline, then of the replicas of each stage."""
+
+    grid: PlacedMachine
+    stages: Stages
+    exchanges: tuple[Timeline, ...]
+
+
 @dataclass
 class Pricing:
     """Prices candidates for one model on one machine. methods: by name of the strategy. dtype: the compute type."""
@@ -161,10 +170,8 @@ class Pricing:
             return self._alone(way)
         check_inside(self.methods[way.strategy], way.replicas)
         order = self._best(way)[0]
-        grid = self.placed(order)
-        sizes = (way.stages, way.num_micro_batches, way.micro_batch)
-        stages = stages_of(self.model, way.pipeline, *sizes, self.seq_len, grid)
-        exchanges = [self._exchange(way, stages, stage, grid) for stage in range(way.stages)]
+        staged = self.staged(way, order)
+        grid, stages, exchanges = staged.grid, staged.stages, staged.exchanges
         exchange_s = max(timeline.makespan_s for timeline in exchanges)
         first, last = grid.slowest(way.stages)[0], grid.slowest(way.stages)[-1]
         tied_s = stages.tied_bytes / min(grid.machine.fabric.rates[first][last], grid.machine.fabric.rates[last][first])
@@ -180,6 +187,13 @@ class Pricing:
         rates = grid.links(way.stages).rates
         link_s = max(num / rates[a][b] for (a, b), num in stages.link_bytes.items()) + exchange_s
         return Priced(way, step_s, stages.bubble, memory, min(link_s, step_s), order, terms)
+
+    def staged(self, way: Candidate, order: RankOrder) -> Staged:
+        """The simulated step of a candidate with stages, its ranks in this order. Raises ConfigError."""
+        grid = self.placed(order)
+        sizes = (way.stages, way.num_micro_batches, way.micro_batch)
+        stages = stages_of(self.model, way.pipeline, *sizes, self.seq_len, grid)
+        return Staged(grid, stages, tuple(self._exchange(way, stages, stage, grid) for stage in range(way.stages)))
 
     def simulated(self, way: Candidate) -> Timeline:
         """The simulated step of a candidate without stages."""

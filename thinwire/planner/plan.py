@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.cost import Machine
+from thinwire.cost.trace import merged, trace_events
 from thinwire.errors import ConfigError, Problems
 from thinwire.models import Llama, build_skeleton
 from thinwire.options import CHOSEN_FROM, PIPELINE, Tables, build_strategy
 from thinwire.planner.candidates import Candidate, candidates
 from thinwire.planner.placed import Pricing
 from thinwire.planner.search import Priced, Search, ranked
+from thinwire.planner.traced import link_bytes, spans_of
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.table import Row
 
@@ -54,17 +56,26 @@ class TrainingPlan:
         return found
 
     def to_json(self) -> str:
-        """The prediction for plan.json: of the fastest candidate, of others, and the links on which it is based."""
+        """The content of plan.json: the prediction, other candidates, the links and the timeline of the simulated step."""
         shown = [
             {"flags": priced.candidate.flags, "step_s": priced.step_s, "order": priced.order}
             for priced in self.search.fastest
         ]
-        network = self.machine.network
+        network, best = self.machine.network, self.best
+        carried = link_bytes(self.pricing, best)
+
+        def rows(values: Callable[[int, int], float]) -> list[list[float | None]]:
+            ranks = range(self.machine.num_ranks)
+            return [[None if a == b else values(a, b) for b in ranks] for a in ranks]
+
+        timeline = merged(spans_of(self.pricing, best))
         return json.dumps({
-            "flags": self.best.candidate.flags, "order": self.best.order, "predicted": dict(self.best.terms),
+            "flags": best.candidate.flags, "order": best.order, "predicted": dict(best.terms),
             "measured_at": self.machine.measured_at, "nodes": network.nodes, "candidates": shown,
-            "rates": [[None if a == b else rate for b, rate in enumerate(row)] for a, row in enumerate(network.rates)],
-        }, indent=1) + "\n"  # fmt: skip
+            "rates": rows(lambda a, b: network.rates[a][b]), "delays_s": rows(lambda a, b: network.delays_s[a][b]),
+            "link_bytes": rows(lambda a, b: carried.get((a, b), 0.0)),
+            "timeline": [[*names, round(begin, 6), round(end, 6)] for *names, begin, end in timeline],
+        }) + "\n"  # fmt: skip
 
     def rows(self) -> list[Row]:
         """Rows about the choice and its reasons."""
@@ -88,8 +99,8 @@ class TrainingPlan:
         return [("order of ranks", " ".join(map(str, self.best.order)), f"{link}, {used}")]
 
     def trace(self) -> list[dict[str, Any]]:
-        """The timeline of the simulated step of a plan without stages, for Perfetto."""
-        return self.pricing.simulated(self.best.candidate).trace()
+        """The timeline of the simulated step, for Perfetto."""
+        return trace_events(spans_of(self.pricing, self.best))
 
 
 def kind_of(priced: Priced) -> tuple[int, str]:

@@ -50,7 +50,7 @@ class PlanConfig:
     """How many of the fastest ways to race in the lab, on links of the measured rates; print predicted beside measured,
     and write the fastest. 0: no race."""
     trace: str | None = None
-    """File for the simulated step's timeline, which Perfetto shows, of a plan without stages."""
+    """File for the simulated step's timeline, which Perfetto shows."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
 

@@ -60,8 +60,6 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
         memory_bytes=memory, strategies=names, stages=config.stages, dtype=config.dtype,
         vocab_size=load_tokenizer(config.tokenizer).vocab_size, tables=config.tables,
     )  # fmt: skip
-    if config.trace is not None and found.best.candidate.stages > 1:
-        raise ConfigError("--trace: of a plan without stages alone; nearest: --stages 1")
     if config.verify > len(found.search.fastest):
         raise ConfigError(
             f"--verify {config.verify}: {len(found.search.fastest)} ways were priced and fit; nearest: "

@@ -19,6 +19,7 @@ class RunDir:
         self.path = Path(path)
         self.metrics, self.summary = self.path / "metrics.jsonl", self.path / "summary.json"
         self.machine, self.plan = self.path / "machine.json", self.path / "plan.json"
+        self.trace = self.path / "plan-trace.json"
         self.report, self.checkpoints = self.path / "report.html", self.path / "checkpoints"
         self.logs = self.path / "logs"
         # What does not fit in memory; by default.
@@ -71,7 +72,7 @@ class RunDir:
 
     def delete(self, node: int) -> None:
         """Delete a run's files, and nothing else in the folder."""
-        shared = [self.metrics, self.summary, self.report, self.machine, self.plan, self.logs] if node == 0 else []
+        shared = [self.metrics, self.summary, self.report, self.machine, self.plan, self.trace, self.logs] if node == 0 else []
         shared += self.path.glob("island-*") if node == 0 else []
         for path in (*shared, self.config(node), self.checkpoints, self.store):
             if path.is_dir():

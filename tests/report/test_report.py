@@ -35,7 +35,9 @@ PLAN = {
     "rates": [[None, 12.5e6, 1.25e6], [12.5e6, None, 12.5e6], [1.25e6, 12.5e6, None]],
     "delays_s": [[None, 1e-3, 1e-3], [1e-3, None, 1e-3], [1e-3, 1e-3, None]],
     "link_bytes": [[None, 4e6, 0.0], [4e6, None, 4e6], [0.0, 4e6, None]],
-    "timeline": [[0, "training", "forward", 0.0, 0.2], [0, "sending", "sending", 0.2, 0.5], [2, "training", "x", 0.5, 0.7]],
+    "timeline": [
+        [0, "training", "forward", 0.0, 0.2], [0, "sending", "sending", 0.2, 0.5], [2, "training", "x", 0.5, 0.7],
+    ],
 }  # fmt: skip
 
 

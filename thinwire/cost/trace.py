@@ -34,9 +34,7 @@ def trace_events(spans: Iterable[Span]) -> list[dict[str, Any]]:
         if lane not in threads:
             threads[lane] = len(threads)
             for kind, name in (("process_name", f"rank {span.rank}"), ("thread_name", lane[1])):
-                found.append(
-                    {"name": kind, "ph": "M", "pid": span.rank, "tid": threads[lane], "args": {"name": name}}
-                )
+                found.append({"name": kind, "ph": "M", "pid": span.rank, "tid": threads[lane], "args": {"name": name}})
         found.append({
             "name": span.name, "ph": "X", "pid": span.rank, "tid": threads[lane], "ts": 1e6 * span.begin,
             "dur": 1e6 * (span.end - span.begin), "args": {"bytes": span.num_bytes},

@@ -36,9 +36,9 @@ from thinwire.table import Row
 def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None, number: int) -> tuple[Run, list[Row]]:
     """The run with the fastest plan in place of `--strategy auto`, the same on all ranks; and rows about it.
 
-    Leaves machine.json, plan.json and plan-trace.json in the run directory. dtype: the compute type, if this rank knows it. number: of
-    this worker on its machine. store: of all ranks, which have no process group yet. A collective over all ranks.
-    Raises ConfigError on all of them if nothing fits.
+    Leaves machine.json, plan.json and plan-trace.json in the run directory. dtype: the compute type, if this rank knows
+    it. number: of this worker on its machine. store: of all ranks, which have no process group yet. A collective over
+    all ranks. Raises ConfigError on all of them if nothing fits.
     """
     config, timeout = run.config, timedelta(seconds=run.config.timeout)
     own = dist.PrefixStore("thinwire/calibrate", store)

@@ -56,7 +56,7 @@ class TrainingPlan:
         return found
 
     def to_json(self) -> str:
-        """The content of plan.json: the prediction, other candidates, the links and the timeline of the simulated step."""
+        """The content of plan.json: the prediction, other candidates, the links, the timeline of the simulated step."""
         shown = [
             {"flags": priced.candidate.flags, "step_s": priced.step_s, "order": priced.order}
             for priced in self.search.fastest

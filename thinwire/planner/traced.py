@@ -21,7 +21,7 @@ NAMES = {
 def spans_of(pricing: Pricing, priced: Priced) -> list[Span]:
     """What each rank does in the simulated step of a candidate.
 
-    With stages: all pipelines as the one whose messages take longest, and then the messages between the replicas of each
+    With stages: all pipelines as the one whose messages take longest, then the messages between the replicas of each
     stage.
     """
     way = priced.candidate

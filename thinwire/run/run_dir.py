@@ -72,7 +72,8 @@ class RunDir:
 
     def delete(self, node: int) -> None:
         """Delete a run's files, and nothing else in the folder."""
-        shared = [self.metrics, self.summary, self.report, self.machine, self.plan, self.trace, self.logs] if node == 0 else []
+        own = [self.metrics, self.summary, self.report, self.machine, self.plan, self.trace, self.logs]
+        shared = own if node == 0 else []
         shared += self.path.glob("island-*") if node == 0 else []
         for path in (*shared, self.config(node), self.checkpoints, self.store):
             if path.is_dir():

@@ -22,7 +22,7 @@ from thinwire.device import choose, take
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, build_skeleton
-from thinwire.options import CHOSEN_FROM, PIPELINE, model_table
+from thinwire.options import CHOSEN_FROM, PIPELINE, SEQUENCE, model_table
 from thinwire.planner.plan import TrainingPlan, make, plan
 from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
@@ -103,11 +103,10 @@ def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> 
 def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
     """The changes of the configuration for a plan."""
     values = found.values
-    options = values.pop(PIPELINE, None)
     values.pop("local_size")
     tables = dict(config.tables)
-    if options is not None:
-        tables[PIPELINE] = {**tables.get(PIPELINE, {}), **options}
+    for name in {PIPELINE, SEQUENCE} & values.keys():
+        tables[name] = {**tables.get(name, {}), **values.pop(name)}
     return {"stages": None, **values, "tables": tables}
 
 

@@ -42,6 +42,9 @@ class PlanConfig:
     """Stages of a pipeline; by default those of the fastest."""
     memory: str | None = None
     """Memory of one rank, such as 8gb; by default what the machines have."""
+    runs: str | None = None
+    """Folder of earlier runs under plans; the memory of a process is learnt from them. By default it is 1.5 times what
+    is counted, and what a process holds before it has a model."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Compute type."""
     out: str = "plan.toml"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from thinwire.cost import Message
 from thinwire.cost.simulate import TRAINING
 from thinwire.cost.trace import SENDING, Span
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, SCORE, TRAIN, WEIGHT
-from thinwire.planner.placed import Pricing, Staged
+from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Priced
+from thinwire.planner.stages import Stages
 
 NAMES = {
     FORWARD: "forward", BACKWARD: "backward", INPUT: "backward of inputs", WEIGHT: "backward of weights",
@@ -18,46 +18,58 @@ NAMES = {
 }  # fmt: skip
 
 
-def spans_of(pricing: Pricing, priced: Priced) -> list[Span]:
-    """What each rank does in the simulated step of a candidate.
+def spans_of(pricing: Pricing, priced: Priced) -> Iterator[Span]:
+    """Yield what each rank does in the simulated step of a candidate.
 
     With stages: all pipelines as the one whose messages take longest, then the messages between the replicas of each
-    stage.
+    stage. The ranks of a tensor axis do all the same; messages inside layers stand in the time of these.
     """
     way = priced.candidate
     if way.stages == 1:
-        return list(pricing.simulated(way).pieces())
-    return list(_of_stages(pricing.staged(way, priced.order), way.stages))
+        timeline, (group,) = pricing.simulated(way), pricing.placed(priced.order, way.tensor).groups(1)
+        for ranks in along_tensor(group, way.tensor):
+            yield from timeline.pieces(ranks)
+        return
+    staged = pricing.staged(way, priced.order)
+    for ranks in staged.grid.pipelines(way.stages):
+        for own in along_tensor(ranks, way.tensor):
+            yield from _of_pipeline(staged.stages, own)
+    for group, exchange in zip(staged.grid.groups(way.stages), staged.exchanges, strict=True):
+        for own in along_tensor(group, way.tensor):
+            yield from exchange.pieces(own, staged.stages.step_s)
 
 
 def link_bytes(pricing: Pricing, priced: Priced) -> dict[tuple[int, int], float]:
-    """Bytes of one step, by (from rank, to rank)."""
+    """Bytes of one step, by (from rank, to rank), without those of torch on a tensor axis."""
     way, found = priced.candidate, Counter[tuple[int, int]]()
-    if way.stages == 1:
-        graphs = [(pricing.simulated(way), list(range(pricing.machine.num_ranks)))]
-    else:
+    for span in spans_of(pricing, priced):
+        if span.target is not None:
+            found[span.rank, span.target] += span.num_bytes  # type: ignore[assignment]
+    passes = way.num_micro_batches * len(pricing.model.model.layers)
+    for pair, num_bytes in pricing.attention(way).sent.items():
+        found[pair] += passes * num_bytes  # type: ignore[assignment]
+    if way.stages > 1:
         staged = pricing.staged(way, priced.order)
-        graphs = list(zip(staged.exchanges, staged.grid.groups(way.stages), strict=True))
         for ranks in staged.grid.pipelines(way.stages):
-            for (source, target), num_bytes in staged.stages.link_bytes.items():
-                found[ranks[source], ranks[target]] += num_bytes  # type: ignore[assignment]
-    for timeline, ranks in graphs:
-        for task in timeline.graph.tasks:
-            if isinstance(task.does, Message):
-                found[ranks[task.rank], ranks[task.does.target]] += task.does.num_bytes  # type: ignore[assignment]
+            for own in along_tensor(ranks, way.tensor):
+                for (source, target), num_bytes in staged.stages.link_bytes.items():
+                    found[own[source], own[target]] += num_bytes  # type: ignore[assignment]
     return dict(found)
 
 
-def _of_stages(staged: Staged, num_stages: int) -> Iterator[Span]:
-    stages, grid, timeline = staged.stages, staged.grid, staged.stages.timeline
-    for ranks in grid.pipelines(num_stages):
-        for place, own in enumerate(timeline.spans):
-            for action, begin, end in own:
-                yield Span(ranks[place], TRAINING, f"{NAMES.get(action.kind, action.kind)} {action}", begin, end)
-            if stages.more_s:
-                yield Span(ranks[place], TRAINING, "more micro-batches", timeline.makespan_s, stages.step_s)
-        for source, target, what, begin, end in timeline.messages:
-            words = f"{what.kind} of micro-batch {what.micro_batch}"
-            yield Span(ranks[source], SENDING, words, begin, end, ranks[target])
-    for group, exchange in zip(grid.groups(num_stages), staged.exchanges, strict=True):
-        yield from exchange.pieces(group, stages.step_s)
+def along_tensor(ranks: Sequence[int], tensor: int) -> Iterator[list[int]]:
+    """Yield these ranks, and the others of their tensor axes in the same places."""
+    for more in range(tensor):
+        yield [rank + more for rank in ranks]
+
+
+def _of_pipeline(stages: Stages, ranks: Sequence[int]) -> Iterator[Span]:
+    timeline = stages.timeline
+    for place, own in enumerate(timeline.spans):
+        for action, begin, end in own:
+            yield Span(ranks[place], TRAINING, f"{NAMES.get(action.kind, action.kind)} {action}", begin, end)
+        if stages.more_s:
+            yield Span(ranks[place], TRAINING, "more micro-batches", timeline.makespan_s, stages.step_s)
+    for source, target, what, begin, end in timeline.messages:
+        words = f"{what.kind} of micro-batch {what.micro_batch}"
+        yield Span(ranks[source], SENDING, words, begin, end, ranks[target])

@@ -35,7 +35,7 @@ from thinwire.registry import check_on_mesh
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCost:
     """A layer's messages, forward and backward, while ranks share sequences. sent: bytes by (from, to)."""
 
     seconds: float = 0.0
@@ -46,7 +46,7 @@ class Attention:
         return sum(num_bytes for (source, _), num_bytes in self.sent.items() if source == rank)
 
 
-def attention_of(config: LlamaConfig, machine: Machine, way: Candidate, seq_len: int) -> Attention:
+def attention_of(config: LlamaConfig, machine: Machine, way: Candidate, seq_len: int) -> AttentionCost:
     """The attention of `way.sequence` neighbours, in the layout that is the fastest on the slowest of their links."""
     options = SequenceParallel(parallel=way.sequence)
     codecs = options.codec("activations"), options.codec("gradients")
@@ -60,7 +60,7 @@ def attention_of(config: LlamaConfig, machine: Machine, way: Candidate, seq_len:
         sent = sent_on(layout, shape, *codecs)
         seconds = max(seconds, link_seconds(layout, sent, links))
         every |= {(first + a, first + b): float(num_bytes) for (a, b), num_bytes in sent.items()}
-    return Attention(seconds, every)
+    return AttentionCost(seconds, every)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Pricing:
     dtype: str
     estimator: Estimator = field(default_factory=Offset)
     _cut: dict[int, Llama] = field(default_factory=dict)
-    _attentions: dict[Hashable, Attention] = field(default_factory=dict)
+    _attentions: dict[Hashable, AttentionCost] = field(default_factory=dict)
     _orders: dict[Hashable, tuple[RankOrder, float]] = field(default_factory=dict)
     _plans: dict[Hashable, MethodPlan] = field(default_factory=dict)
 
@@ -286,9 +286,9 @@ class Pricing:
         graph = self.methods[way.strategy].schedule(stages.parts[stage], self._replicas(way), 1, nothing)
         return simulate(graph, grid.part(grid.groups(way.stages)[stage]))
 
-    def attention(self, way: Candidate) -> Attention:
+    def attention(self, way: Candidate) -> AttentionCost:
         """The messages of one layer's attention, if ranks share sequences: of neighbours, in the fastest layout."""
         key = (way.sequence, way.micro_batch)
         if way.sequence > 1 and key not in self._attentions:
             self._attentions[key] = attention_of(self.model.config, self.machine, way, self.seq_len)
-        return self._attentions.get(key, Attention())
+        return self._attentions.get(key, AttentionCost())

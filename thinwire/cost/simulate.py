@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.cost.clock import Clock
 from thinwire.cost.graph import CARRY, Message, StepGraph, Work
 from thinwire.cost.machine import Machine
-from thinwire.cost.trace import SENDING, TimeSpan, trace_events
+from thinwire.cost.trace import SENDING, TraceSpan, trace_events
 from thinwire.errors import ConfigError
 
 TRAINING, COMMUNICATION, NETWORK = "training", "communication", "network"
@@ -42,15 +42,15 @@ class Timeline:
                 found[task.does.kind.split()[0]] += end - begin
         return dict(found)
 
-    def pieces(self, ranks: Sequence[int] | None = None, after_s: float = 0.0) -> Iterator[TimeSpan]:
+    def pieces(self, ranks: Sequence[int] | None = None, after_s: float = 0.0) -> Iterator[TraceSpan]:
         """Yield a span for each task. ranks: names of the graph's ranks. after_s: when the step begins."""
         place = range(self.graph.num_ranks) if ranks is None else ranks
         for task, (begin, end) in zip(self.graph.tasks, self.spans, strict=True):
             rank, does, when = place[task.rank], task.does, (after_s + begin, after_s + end)
             if isinstance(does, Message):
-                yield TimeSpan(rank, SENDING, does.operation, *when, place[does.target], does.num_bytes)
+                yield TraceSpan(rank, SENDING, does.operation, *when, place[does.target], does.num_bytes)
             else:
-                yield TimeSpan(rank, _lane(task.jobs, does), does.kind, *when)
+                yield TraceSpan(rank, _lane(task.jobs, does), does.kind, *when)
 
     def trace(self) -> list[dict[str, Any]]:
         """Events in Chrome's trace format, which Perfetto reads too; one process per rank."""

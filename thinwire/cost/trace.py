@@ -13,7 +13,7 @@ NEAR = 0.002
 
 
 @dataclass(frozen=True)
-class TimeSpan:
+class TraceSpan:
     """Work or a message of a rank, in seconds. target: the receiver of a message; None for work."""
 
     rank: int
@@ -25,7 +25,7 @@ class TimeSpan:
     num_bytes: float = 0.0
 
 
-def trace_events(spans: Iterable[TimeSpan]) -> list[dict[str, Any]]:
+def trace_events(spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
     """Events in Chrome's trace format, which Perfetto reads too; one process per rank, one thread per lane."""
     found: list[dict[str, Any]] = []
     threads: dict[tuple[int, str], int] = {}
@@ -42,9 +42,9 @@ def trace_events(spans: Iterable[TimeSpan]) -> list[dict[str, Any]]:
     return found
 
 
-def merged(spans: Iterable[TimeSpan]) -> list[tuple[int, str, str, float, float]]:
+def merged(spans: Iterable[TraceSpan]) -> list[tuple[int, str, str, float, float]]:
     """(rank, lane, name, begin, end), by the first word of the name; near ones of a lane are one."""
-    lanes: dict[tuple[int, str], list[TimeSpan]] = defaultdict(list)
+    lanes: dict[tuple[int, str], list[TraceSpan]] = defaultdict(list)
     for span in spans:
         lanes[span.rank, SENDING if span.target is not None else span.lane].append(span)
     last = max((span.end for own in lanes.values() for span in own), default=0.0)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from thinwire.cost.simulate import TRAINING
-from thinwire.cost.trace import SENDING, TimeSpan
+from thinwire.cost.trace import SENDING, TraceSpan
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, SCORE, TRAIN, WEIGHT
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Priced
@@ -18,7 +18,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def spans_of(pricing: Pricing, priced: Priced) -> Iterator[TimeSpan]:
+def spans_of(pricing: Pricing, priced: Priced) -> Iterator[TraceSpan]:
     """Yield what each rank does in the simulated step of a candidate.
 
     With stages: all pipelines as the one whose messages take longest, then the messages between the replicas of each
@@ -63,13 +63,13 @@ def along_tensor(ranks: Sequence[int], tensor: int) -> Iterator[list[int]]:
         yield [rank + more for rank in ranks]
 
 
-def _of_pipeline(stages: Stages, ranks: Sequence[int]) -> Iterator[TimeSpan]:
+def _of_pipeline(stages: Stages, ranks: Sequence[int]) -> Iterator[TraceSpan]:
     timeline = stages.timeline
     for place, own in enumerate(timeline.spans):
         for action, begin, end in own:
-            yield TimeSpan(ranks[place], TRAINING, f"{NAMES.get(action.kind, action.kind)} {action}", begin, end)
+            yield TraceSpan(ranks[place], TRAINING, f"{NAMES.get(action.kind, action.kind)} {action}", begin, end)
         if stages.more_s:
-            yield TimeSpan(ranks[place], TRAINING, "more micro-batches", timeline.makespan_s, stages.step_s)
+            yield TraceSpan(ranks[place], TRAINING, "more micro-batches", timeline.makespan_s, stages.step_s)
     for source, target, what, begin, end in timeline.messages:
         words = f"{what.kind} of micro-batch {what.micro_batch}"
-        yield TimeSpan(ranks[source], SENDING, words, begin, end, ranks[target])
+        yield TraceSpan(ranks[source], SENDING, words, begin, end, ranks[target])

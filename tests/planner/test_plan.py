@@ -96,6 +96,55 @@ def test_what_does_not_fit_is_not_chosen() -> None:
         planned(lacking, dtype="bf16")
 
 
+def near(rate: float) -> Machine:
+    """Two nodes of two ranks, whose links inside are fast."""
+    made, nodes = machine(rate), (0, 0, 1, 1)
+    rates = tuple(tuple(1e11 if a == b else rate for b in nodes) for a in nodes)
+    return replace(made, network=Network(nodes, rates, ((1e-6,) * 4,) * 4))
+
+
+def test_ranks_of_a_node_may_share_matrices_and_sequences() -> None:
+    # Two sequences for four ranks.
+    found = plan("tiny", near(1e9), tokens_per_step=512, micro_batch=2, stages=1)
+    ways = {way.candidate.mesh: way for way in found.search.fastest}
+    assert set(ways) == {"data=2,tensor=2", "data=2,sequence=2", "sequence=4"}
+    assert found.best.candidate.mesh != "sequence=4"
+    for mesh, way in ways.items():
+        shown = replace(found, search=replace(found.search, fastest=(way,)))
+        values = shown.values
+        tables = {"sequence": values.pop("sequence")} if "sequence" in values else {}
+        config = TrainConfig(workers=2, nodes=2, join="a:1", tables=tables, **values)
+        assert str(config.mesh_shape.in_order()).replace("data=1,", "") == mesh
+        told = json.loads(shown.to_json())
+        assert {rank for rank, *_ in told["timeline"]} == {0, 1, 2, 3}
+        assert sum(each or 0 for each in told["link_bytes"][0]) == pytest.approx(told["predicted"]["sent_bytes"])
+    # Half of the matrices, or half of the tokens, are half of the work; messages are on top.
+    alone = plan("tiny", near(1e9), tokens_per_step=1024, micro_batch=1, stages=1).search.fastest
+    whole = next(way for way in alone if way.candidate.mesh == "data=4").terms["compute_s"]
+    for mesh in ("data=2,tensor=2", "data=2,sequence=2"):
+        assert 0.5 < ways[mesh].terms["compute_s"] / whole < 0.8
+    # A sequence between nodes on a slow link takes longer than one inside of them.
+    slow = plan("tiny", near(1e6), tokens_per_step=512, micro_batch=2, stages=1).search.fastest
+    inside_s = {way.candidate.mesh: way.terms["compute_s"] for way in slow}
+    assert inside_s["sequence=4"] > 4 * inside_s["data=2,sequence=2"]
+    with pytest.raises(ConfigError, match="no mesh of 3 ranks shares 1 sequences evenly; nearest: 768"):
+        plan("tiny", machine(FAST, num_ranks=3), tokens_per_step=256, stages=1)
+
+
+def test_a_part_lies_on_a_disk_only_where_nothing_fits_in_memory() -> None:
+    made = replace(machine(FAST), disk=(1e8, 1e9), base_bytes=400e6)
+    small = planned(made, strategies=("zero", "ddp"), memory_bytes=700e6, stages=1)
+    assert (
+        small.best.candidate.memory == "700mb" == small.values["memory"]
+        and "--memory 700mb" in small.best.candidate.flags
+    )
+    assert small.best.memory_bytes <= 700e6 and any("ddp keeps all" in reason for reason in small.search.refused)
+    free = planned(made, strategies=("zero",), memory_bytes=1e12, stages=1)
+    assert not free.best.candidate.memory and free.best.step_s < small.best.step_s
+    with pytest.raises(ConfigError, match="the disk was not measured; nearest: thinwire calibrate --disk FOLDER"):
+        planned(machine(FAST), strategies=("zero",), memory_bytes=100e6, stages=1)
+
+
 def test_a_plan_is_a_configuration_with_its_prediction(tmp_path: Path) -> None:
     file, out = tmp_path / "machine.json", tmp_path / "plan.toml"
     file.write_text(machine(FAST, bad=(0, 2)).to_json())
@@ -110,10 +159,17 @@ def test_a_plan_is_a_configuration_with_its_prediction(tmp_path: Path) -> None:
     assert not problems.messages and config.plan == str(tmp_path / "plan.json")
     assert isinstance(config.stages, int) and config.order == tuple(predicted["order"])
     assert predicted["rates"][0][2] == SLOW and predicted["rates"][0][0] is None
+    # What the order keeps apart sends nothing; all that is sent stands in the table.
+    assert predicted["link_bytes"][0][2] == 0 == predicted["link_bytes"][2][0]
+    assert sum(each or 0 for each in predicted["link_bytes"][0]) == pytest.approx(predicted["predicted"]["sent_bytes"])
+    assert max(end for *_, end in predicted["timeline"]) == pytest.approx(predicted["predicted"]["step_s"], rel=1e-3)
     trace = tmp_path / "trace.json"
-    run_plan(["--machine", str(file), "--out", str(out), "--stages", "1", "--trace", str(trace)])
-    events = json.loads(trace.read_text())
-    assert {event["pid"] for event in events} == {0, 1, 2, 3} and all(event["dur"] >= 0 for event in events)
+    for stages in ("1", "2"):
+        run_plan(["--machine", str(file), "--out", str(out), "--stages", stages, "--trace", str(trace)])
+        events = [event for event in json.loads(trace.read_text()) if event["ph"] == "X"]
+        assert {event["pid"] for event in events} == {0, 1, 2, 3} and all(event["dur"] >= 0 for event in events)
+        last = max(event["ts"] + event["dur"] for event in events)
+        assert last == pytest.approx(1e6 * json.loads((tmp_path / "plan.json").read_text())["predicted"]["step_s"])
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.report.test_race import FIGURES, UNKNOWN, row as contestant, write_race
-from tests.report.test_report import SUMMARY, row, write_run
+from tests.report.test_report import PLAN, SUMMARY, row, write_run
 from thinwire.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -77,6 +77,7 @@ window.onload = () => {
 def run_page(folder: Path) -> str:
     rows = [row(step, loss=5.0 / step, grad_norm=1e-5 * step, lr=2.5e-4 / step) for step in range(1, 201)]
     summary = {**SUMMARY, "parameters": 123_456_789, "a_long_name_of_some_figure_that_was_added_later": 0.123456789}
+    (folder / "plan.json").write_text(json.dumps(PLAN))
     return write_report(write_run(folder, rows, summary)).read_text()
 
 

@@ -30,6 +30,16 @@ SUMMARY = {
     "sample": "def f(x):\n    return x < 1 & \x00",
 }
 
+PLAN = {
+    "predicted": {"step_s": 0.7}, "order": [0, 2, 1], "flags": "--stages 3",
+    "rates": [[None, 12.5e6, 1.25e6], [12.5e6, None, 12.5e6], [1.25e6, 12.5e6, None]],
+    "delays_s": [[None, 1e-3, 1e-3], [1e-3, None, 1e-3], [1e-3, 1e-3, None]],
+    "link_bytes": [[None, 4e6, 0.0], [4e6, None, 4e6], [0.0, 4e6, None]],
+    "timeline": [
+        [0, "training", "forward", 0.0, 0.2], [0, "sending", "sending", 0.2, 0.5], [2, "training", "x", 0.5, 0.7],
+    ],
+}  # fmt: skip
+
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"step": step, "loss": 5.0 / step, "tokens": 4096 * step}
@@ -52,6 +62,20 @@ def pictures(page: str) -> list[ElementTree.Element]:
     found = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert "nan" not in "".join(re.findall(r'(?:d|x|y|cx|cy|width|height)="[^"]*"', "".join(found)))
     return [ElementTree.fromstring(picture) for picture in found]
+
+
+def test_a_plan_has_its_links_and_its_simulated_step(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [row(1), row(2)], SUMMARY)
+    (folder / "plan.json").write_text(json.dumps(PLAN))
+    page = write_report(folder).read_text()
+    pictures(page)
+    assert "The slowest link, 0 to 2, carries 10 Mbit/s" in page and "The plan sends nothing between these two." in page
+    assert page.count('class="cell used"') == 4 and page.count('class="cell"') == 2
+    assert "0 to 1: 100 Mbit/s, 1 ms; the plan sends 4 MB a step" in page
+    assert "rank 0, sending: sending, 200 ms to 500 ms" in page and "the plan&#x27;s prediction: 700 ms" in page
+    # A plan of an older version, or one that was cut off, has none of it.
+    (folder / "plan.json").write_text('{"rates": [[null, "x"], 3], "timeline": [[1]], "predicted": {"step_s": 1}}')
+    assert "The plan against the run" in write_report(folder).read_text()
 
 
 def test_a_finished_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.options import PIPELINE, checked_values, option_tables, strategy_table
+from thinwire.options import PIPELINE, SEQUENCE, checked_values, option_tables, strategy_table
 from thinwire.registry import STRATEGIES
 from thinwire.run.config import TrainConfig, range_errors
 from thinwire.run.run import Run
@@ -22,6 +22,8 @@ TUNED = ("lr", "optimizer", "weight_decay", "grad_clip")
 # How the model lies on the ranks, and the options of a pipeline, such as pipeline.plan: each contestant's own, too.
 LAYOUT = ("stages", "tensor", "micro_batch", "order")
 PREFIX = "pipeline."
+# Tables of which a plan states options so.
+PREFIXES = {PREFIX: PIPELINE, "sequence.": SEQUENCE}
 # Folder and row of the measurement of computing alone. It is not a contestant.
 COMPUTE = "compute"
 _NAME = r"[A-Za-z0-9][\w.+-]*"
@@ -54,15 +56,18 @@ class Contestant:
             return base
         own = dict(self.options)
         stated = {name: own.pop(name) for name in (*TUNED, *LAYOUT) if name in own}
-        below = {name.removeprefix(PREFIX): own.pop(name) for name in self.options if name.startswith(PREFIX)}
-        added = {PIPELINE: below, strategy_table(self.strategy) or "": own}
+        added: dict[str, dict[str, Any]] = {}
+        for prefix, table in PREFIXES.items():
+            names = [name for name in self.options if name.startswith(prefix)]
+            added[table] = {name.removeprefix(prefix): own.pop(name) for name in names}
+        added[strategy_table(self.strategy) or ""] = own
         tables = {name: {**base.tables.get(name, {}), **values} for name, values in added.items() if values}
         return replace(base, strategy=self.strategy, tables={**base.tables, **tables}, **stated)
 
     @property
     def has_layout(self) -> bool:
         """Whether it lies on the ranks in its own way."""
-        return any(name in LAYOUT or name.startswith(PREFIX) for name in self.options)
+        return any(name in LAYOUT or name.startswith(tuple(PREFIXES)) for name in self.options)
 
     def settled_after(self, base: TrainConfig) -> int:
         """Number of first steps in which the strategy does not yet work as it does later; 0 for an outside program."""

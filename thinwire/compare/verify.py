@@ -122,6 +122,10 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     options: dict[str, Any] = {"micro_batch": candidate.micro_batch}
     if way.order != tuple(range(found.machine.num_ranks)):
         options["order"] = way.order
+    if candidate.tensor > 1:
+        options["tensor"] = candidate.tensor
+    if candidate.sequence > 1:
+        options["sequence.parallel"] = candidate.sequence
     if candidate.stages > 1:
         options["stages"] = candidate.stages
         options |= {f"{PREFIX}{name}": value for name, value in candidate.options.items()}

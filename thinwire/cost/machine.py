@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ class Machine:
         disk: bytes per second written and read.
         measured_at: date and time.
         device: the device that computes.
+        kernels: of products of matrices on rank 0, by type: operations and bytes per second, and seconds of a launch;
+            see `Roofline`.
+        latencies_ns: of a load on rank 0, as (bytes that are walked through, nanoseconds).
     """
 
     names: tuple[str, ...]
@@ -48,6 +51,8 @@ class Machine:
     disk: tuple[float, float] = (math.inf, math.inf)
     measured_at: str = ""
     device: str = ""
+    kernels: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    latencies_ns: tuple[tuple[float, float], ...] = ()
 
     @property
     def num_ranks(self) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.cost.clock import Clock
 from thinwire.cost.graph import CARRY, Message, StepGraph, Work
 from thinwire.cost.machine import Machine
+from thinwire.cost.trace import SENDING, TraceSpan, trace_events
 from thinwire.errors import ConfigError
 
 TRAINING, COMMUNICATION, NETWORK = "training", "communication", "network"
@@ -41,16 +42,19 @@ class Timeline:
                 found[task.does.kind.split()[0]] += end - begin
         return dict(found)
 
+    def pieces(self, ranks: Sequence[int] | None = None, after_s: float = 0.0) -> Iterator[TraceSpan]:
+        """Yield a span for each task. ranks: names of the graph's ranks. after_s: when the step begins."""
+        place = range(self.graph.num_ranks) if ranks is None else ranks
+        for task, (begin, end) in zip(self.graph.tasks, self.spans, strict=True):
+            rank, does, when = place[task.rank], task.does, (after_s + begin, after_s + end)
+            if isinstance(does, Message):
+                yield TraceSpan(rank, SENDING, does.operation, *when, place[does.target], does.num_bytes)
+            else:
+                yield TraceSpan(rank, _lane(task.jobs, does), does.kind, *when)
+
     def trace(self) -> list[dict[str, Any]]:
         """Events in Chrome's trace format, which Perfetto reads too; one process per rank."""
-        return [
-            {
-                "name": task.does.kind if isinstance(task.does, Work) else task.does.operation,
-                "ph": "X", "pid": task.rank, "ts": 1e6 * begin, "dur": 1e6 * (end - begin),
-                "tid": f"to {task.does.target}" if isinstance(task.does, Message) else _lane(task.jobs, task.does),
-            }
-            for task, (begin, end) in zip(self.graph.tasks, self.spans, strict=True)
-        ]  # fmt: skip
+        return trace_events(self.pieces())
 
     def _of(self, rank: int) -> Iterator[tuple[Any, float, float]]:
         for task, (begin, end) in zip(self.graph.tasks, self.spans, strict=True):

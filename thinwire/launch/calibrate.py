@@ -33,6 +33,9 @@ class CalibrateConfig:
     """Codecs to time; by default those that `thinwire plan` chooses from."""
     disk: str | None = None
     """Folder on the disk to measure too, with a file of 64 MB."""
+    kernels: bool = False
+    """Also measure products of matrices by type and shape, with random values and with zeros, and the latency of each
+    cache, on rank 0."""
     workers: int = 1
     """Worker processes on this machine."""
     local_size: int | None = None
@@ -144,8 +147,12 @@ def measure(config: CalibrateConfig) -> int:
         say=lambda what: print(what, flush=True) if comm.rank == 0 else None,
     )  # fmt: skip
     if comm.rank == 0:
+        told: list[str] = []
+        if config.kernels:
+            print("measuring products and caches ...", flush=True)
+            machine, told = with_kernels(machine)
         Path(config.out).write_text(machine.to_json())
-        print(*lines_on(machine), *lines, sep="\n")
+        print(*lines_on(machine), *told, *lines, sep="\n")
         if all_on_this_machine(comm.world_size):
             print("links are this machine's loopback, no network: plan for other machines with theirs")
         print(f"written to {config.out}")
@@ -172,6 +179,31 @@ def reached_ranks(config: CalibrateConfig, store: Any, rank: int, world_size: in
             f"rank {out} is left out, because training connects all ranks; the file has the other {len(ranks)}"
         )
     return ranks, lines
+
+
+def with_kernels(machine: Machine) -> tuple[Machine, list[str]]:
+    """The machine with what products and caches of this process take, and lines about them."""
+    from dataclasses import astuple, replace
+
+    from thinwire.calibration.kernels import latencies_ns, products, rooflines
+    from thinwire.device import Device
+
+    found, caches = list(products(("float32", "bfloat16"), Device())), latencies_ns()
+    fits = rooflines(found)
+    lines = [f"{'product':<28} {'random':>14} {'zeros':>14}   GFLOP/s"]
+    for own, zeros in zip(found[::2], found[1::2], strict=True):
+        name = f"{own.dtype} {' x '.join(map(str, own.shape))}"
+        lines.append(
+            f"  {name:<26} {own.operations / own.seconds / 1e9:>14.4g} {zeros.operations / zeros.seconds / 1e9:>14.4g}"
+        )
+    for name, fit in fits.items():
+        lines.append(
+            f"  {name}: max(operations / {fit.flops / 1e9:.4g} G, bytes / {fit.rate / 1e9:.4g} G) + "
+            f"{1e6 * fit.launch_s:.3g} us"
+        )
+    lines.append("a load: " + ", ".join(f"{size >> 10} KiB {ns:.3g} ns" for size, ns in caches))
+    kernels = {name: astuple(fit) for name, fit in fits.items()}
+    return replace(machine, kernels=kernels, latencies_ns=tuple(caches)), lines
 
 
 def lines_on(machine: Machine) -> list[str]:

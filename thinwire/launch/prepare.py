@@ -629,7 +629,7 @@ def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
         config = replace(config, model=before.model)
     if config.is_planned_late:
         rows.append((f"--strategy {config.strategy}", before.strategy, why))
-        kept = ("strategy", "stages", "order", "plan", "micro_batch", "tables")
+        kept = ("strategy", "stages", "tensor", "order", "plan", "micro_batch", "tables")
         config = replace(config, **{name: getattr(before, name) for name in kept})
     return config, rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -41,6 +42,16 @@ def check_cut(config: Any, size: int) -> None:
             )
     if hasattr(config, "model_type"):
         plan_of(config)
+
+
+def tensor_sizes(config: Any, local_size: int) -> list[int]:
+    """The numbers of ranks over which a model's matrices can be cut inside of a machine."""
+    found = []
+    for size in (size for size in range(1, local_size + 1) if local_size % size == 0):
+        with suppress(ConfigError):
+            check_cut(config, size)
+            found.append(size)
+    return found
 
 
 def plan_of(config: Any) -> dict[str, str]:

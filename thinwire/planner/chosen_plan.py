@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -21,7 +22,7 @@ from thinwire.device import choose, take
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, build_skeleton
-from thinwire.options import CHOSEN_FROM, PIPELINE, model_table
+from thinwire.options import CHOSEN_FROM, PIPELINE, SEQUENCE, model_table
 from thinwire.planner.plan import TrainingPlan, make, plan
 from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
@@ -35,9 +36,9 @@ from thinwire.table import Row
 def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None, number: int) -> tuple[Run, list[Row]]:
     """The run with the fastest plan in place of `--strategy auto`, the same on all ranks; and rows about it.
 
-    Leaves machine.json and plan.json in the run directory. dtype: the compute type, if this rank knows it. number: of
-    this worker on its machine. store: of all ranks, which have no process group yet. A collective over all ranks.
-    Raises ConfigError on all of them if nothing fits.
+    Leaves machine.json, plan.json and plan-trace.json in the run directory. dtype: the compute type, if this rank knows
+    it. number: of this worker on its machine. store: of all ranks, which have no process group yet. A collective over
+    all ranks. Raises ConfigError on all of them if nothing fits.
     """
     config, timeout = run.config, timedelta(seconds=run.config.timeout)
     own = dist.PrefixStore("thinwire/calibrate", store)
@@ -60,6 +61,7 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
             told = "", {**changes(config, found), "plan": str(RunDir(config.run_dir).plan)}, rows
             RunDir(config.run_dir).machine.write_text(machine.to_json())
             RunDir(config.run_dir).plan.write_text(found.to_json())
+            RunDir(config.run_dir).trace.write_text(json.dumps(found.trace()) + "\n")
         except ConfigError as error:
             told = str(error), {}, []
     problem, values, rows = told_by_first(told, "the plan")
@@ -101,11 +103,10 @@ def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> 
 def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
     """The changes of the configuration for a plan."""
     values = found.values
-    options = values.pop(PIPELINE, None)
     values.pop("local_size")
     tables = dict(config.tables)
-    if options is not None:
-        tables[PIPELINE] = {**tables.get(PIPELINE, {}), **options}
+    for name in {PIPELINE, SEQUENCE} & values.keys():
+        tables[name] = {**tables.get(name, {}), **values.pop(name)}
     return {"stages": None, **values, "tables": tables}
 
 

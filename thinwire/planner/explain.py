@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,7 +35,7 @@ from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
 from thinwire.methods.sums import planned_with
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig
-from thinwire.models.tensor import activation_bytes, check_cut, cut_skeleton
+from thinwire.models.tensor import activation_bytes, cut_skeleton, tensor_sizes
 from thinwire.optim import SummingOptimizer
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
@@ -460,16 +459,6 @@ def found_stages(
         micro_batch=best.micro_batch, micro_batches=best.num_micro_batches,
     )  # fmt: skip
     return chosen_one, result
-
-
-def tensor_sizes(config: LlamaConfig, local_size: int) -> list[int]:
-    """The numbers of ranks over which a model's matrices can be cut inside of a machine."""
-    found = []
-    for size in (size for size in range(1, local_size + 1) if local_size % size == 0):
-        with suppress(ConfigError):
-            check_cut(config, size)
-            found.append(size)
-    return found
 
 
 def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Grid) -> Iterator[tuple[str, str, str]]:

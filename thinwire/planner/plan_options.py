@@ -42,6 +42,9 @@ class PlanConfig:
     """Stages of a pipeline; by default those of the fastest."""
     memory: str | None = None
     """Memory of one rank, such as 8gb; by default what the machines have."""
+    runs: str | None = None
+    """Folder of earlier runs under plans; the memory of a process is learnt from them. By default it is 1.5 times what
+    is counted, and what a process holds before it has a model."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Compute type."""
     out: str = "plan.toml"
@@ -50,7 +53,7 @@ class PlanConfig:
     """How many of the fastest ways to race in the lab, on links of the measured rates; print predicted beside measured,
     and write the fastest. 0: no race."""
     trace: str | None = None
-    """File for the simulated step's timeline, which Perfetto shows, of a plan without stages."""
+    """File for the simulated step's timeline, which Perfetto shows."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
 

@@ -13,6 +13,7 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama
 from thinwire.models.tensor import cut_skeleton
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.memory import Recorded
 from thinwire.planner.stages import Grid, Stages, stages_of
 
 # (candidate, stage) -> what the method holds and sends on one rank of it.
@@ -29,6 +30,7 @@ class Priced:
         link_s: of the busiest node's link alone, at most step_s: a burst may pass faster than the link's rate.
         order: the rank in each place; empty: unchanged.
         terms: parts of a step of the first rank, by the names of a run's metrics.
+        counted: what its memory follows from.
     """
 
     candidate: Candidate
@@ -38,6 +40,7 @@ class Priced:
     link_s: float
     order: tuple[int, ...] = ()
     terms: Mapping[str, float] = field(default_factory=dict)
+    counted: Recorded | None = None
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ class Search:
 
     @property
     def fastest_of_cuts(self) -> list[tuple[str, Priced]]:
-        """The fastest of each number of stages and tensor ranks, fastest first, and what to call these."""
-        found: dict[tuple[int, int], Priced] = {}
+        """The fastest of each number of stages, tensor and sequence ranks, fastest first, and what to call these."""
+        found: dict[str, Priced] = {}
         for priced in self.fastest:
-            found.setdefault((priced.candidate.stages, priced.candidate.tensor), priced)
-        tensor = {at: f" x {at[1]} tensor ranks" if at[1] > 1 else "" for at in found}
-        return [(f"{at[0]} stage(s){tensor[at]}", priced) for at, priced in found.items()]
+            way = priced.candidate
+            axes = {"tensor": way.tensor, "sequence": way.sequence}
+            more = "".join(f" x {size} {axis} ranks" for axis, size in axes.items() if size > 1)
+            found.setdefault(f"{way.stages} stage(s){more}", priced)
+        return list(found.items())
 
 
 def search(
@@ -70,7 +75,7 @@ def search(
 ) -> Search:  # fmt: skip
     """Price candidates, and rank those whose fullest stage fits a rank's memory. The model has no memory.
 
-    A candidate that recomputes is priced only if the same one without recomputation does not fit.
+    A candidate that recomputes, or leaves a part on a disk, is priced only if the same one without that does not fit.
     """
 
     @cache
@@ -101,7 +106,7 @@ def ranked(
     refused: dict[str, list[Candidate]] = {}
     fitting: set[Candidate] = set()
     for candidate in found:
-        as_kept = replace(candidate, pipeline=replace(candidate.pipeline, recompute="never"))
+        as_kept = replace(candidate, pipeline=replace(candidate.pipeline, recompute="never"), memory="")
         if as_kept in fitting:
             continue
         try:

@@ -153,7 +153,7 @@ def ranking(found: Search) -> Table:
     """A table of the fastest ways to train, best first."""
     title = f"ways to train, fastest first: {len(found.fastest)} fit"
     table = Table("a step", title=title, title_justify="left")
-    for head in ("memory", "idle", "on the link", "stages x replicas x tensor", "micro-batches", "strategy"):
+    for head in ("memory", "idle", "on the link", "mesh", "micro-batches", "strategy"):
         table.add_column(head, justify="right")
     for head in ("plan", "borders", "recompute"):
         table.add_column(head)
@@ -161,7 +161,7 @@ def ranking(found: Search) -> Table:
         way = priced.candidate
         table.add_row(
             seconds_text(priced.step_s), bytes_text(priced.memory_bytes), percent_text(priced.bubble),
-            seconds_text(priced.link_s), f"{way.stages} x {way.replicas} x {way.tensor}",
+            seconds_text(priced.link_s), way.mesh,
             f"{way.num_micro_batches} of {way.micro_batch}", way.strategy,
             *((way.pipeline.plan, way.borders, way.pipeline.recompute) if way.stages > 1 else ("", "", "")),
         )  # fmt: skip

@@ -28,7 +28,8 @@ class Trial:
 
 def knobs_of(way: Candidate) -> dict[str, str]:
     """What may be turned, and where it stands in a candidate."""
-    found = {"strategy": way.strategy if way.replicas > 1 else "", "stages": way.stages, "tensor": way.tensor}
+    found = {"strategy": way.strategy if way.sharing > 1 else "", "stages": way.stages, "tensor": way.tensor}
+    found |= {"sequence": way.sequence, "memory": way.memory}
     found |= {"micro-batch": way.micro_batch, "borders": way.borders, "plan": "", "recompute": ""}
     if way.stages > 1:
         found |= {"plan": way.pipeline.plan, "recompute": way.pipeline.recompute}

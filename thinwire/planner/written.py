@@ -13,7 +13,8 @@ from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.pipeline.across import STAGES
 from thinwire.models import build_skeleton
-from thinwire.options import CHOSEN_FROM, PIPELINE, model_table
+from thinwire.options import CHOSEN_FROM, PIPELINE, SEQUENCE, model_table
+from thinwire.planner.memory import Estimator, fitted, read_runs
 from thinwire.planner.plan import TrainingPlan, plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
@@ -27,6 +28,7 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     """Plan as asked, and print the reasons. Raises ConfigError with all errors at once."""
     machine = problems.note(Machine.read, config.machine)
     memory = None if config.memory is None else problems.note(read_bytes, config.memory)
+    learnt = None if config.runs is None else problems.note(learnt_memory, config.runs)
     names = CHOSEN_FROM if config.strategies == "all" else tuple(filter(None, config.strategies.split(",")))
     for name in names:
         if name not in CHOSEN_FROM:
@@ -59,16 +61,22 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
         config.model, machine, tokens_per_step=tokens, seq_len=config.seq_len, micro_batch=config.micro_batch,
         memory_bytes=memory, strategies=names, stages=config.stages, dtype=config.dtype,
         vocab_size=load_tokenizer(config.tokenizer).vocab_size, tables=config.tables,
+        estimator=None if learnt is None else learnt[0],
     )  # fmt: skip
-    if config.trace is not None and found.best.candidate.stages > 1:
-        raise ConfigError("--trace: of a plan without stages alone; nearest: --stages 1")
     if config.verify > len(found.search.fastest):
         raise ConfigError(
             f"--verify {config.verify}: {len(found.search.fastest)} ways were priced and fit; nearest: "
             f"{len(found.search.fastest)}"
         )
     show(found)
+    if learnt is not None:
+        print(f"memory of a process: {learnt[1]}")
     return found
+
+
+def learnt_memory(folder: str) -> tuple[Estimator, str]:
+    """The estimator that recorded runs have taught, and why that one. Raises ConfigError."""
+    return fitted(read_runs(folder))
 
 
 def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
@@ -99,7 +107,9 @@ def show(found: TrainingPlan) -> None:
 def training(config: PlanConfig, found: TrainingPlan, prediction: Path) -> TrainConfig:
     """The configuration that follows a plan."""
     values = found.values
-    tables = {**config.tables, PIPELINE: {**config.tables.get(PIPELINE, {}), **values.pop(PIPELINE, {})}}
+    tables = dict(config.tables)
+    for name in (PIPELINE, SEQUENCE):
+        tables[name] = {**tables.get(name, {}), **values.pop(name, {})}
     machine = found.machine
     base = TrainConfig(
         model=config.model, tokenizer=config.tokenizer, dtype=config.dtype, plan=str(prediction.absolute()),

@@ -138,7 +138,9 @@ def time_figure(run: RunFiles) -> Figure:
     bins = bins_of(run.steps)
     totals = [number(row.get("step_s")) for row in run.steps]
     top, note = time_scale([bin.mean("step_s") for bin in bins], totals)
-    chart = Chart("time per step", across(bins), around([top], zero=True), "step", "seconds per step")
+    predicted = number(run.plan.get("predicted", {}).get("step_s"))
+    highest = max(top, predicted) if math.isfinite(predicted) else top
+    chart = Chart("time per step", across(bins), around([highest], zero=True), "step", "seconds per step")
     drawn: set[str] = set()
     for bin in bins:
         compute, waiting, total = (or_zero(bin.mean(key)) for key in ("compute_s", "exposed_comm_s", "step_s"))
@@ -156,6 +158,9 @@ def time_figure(run: RunFiles) -> Figure:
     ]
     if "other" in drawn:
         legend.append(("other", "other"))
+    if math.isfinite(predicted):
+        chart.rule(predicted, "heldout")
+        legend.append(("heldout", f"the plan's prediction: {seconds_text(predicted)}"))
     return Figure("Time per step", legend, chart.svg(), [note] if note else [])
 
 

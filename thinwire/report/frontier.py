@@ -9,14 +9,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from thinwire.report.charts import Figure
 from thinwire.report.run import number, read_run
-from thinwire.report.svg import Chart, around
+from thinwire.report.svg import Chart, alone, around
 
 FINISHED = "finished"
 # What benchmarks/frontier.py has measured, and the rates of its links in bit/s.
@@ -110,9 +109,7 @@ def frontier_svg(outcomes: Sequence[Outcome]) -> str:
     """The plot as a picture of its own."""
     best = [one.name for one in outcomes if one.name not in beaten(outcomes)]
     styles = {name: f"c{number % 8}" for number, name in enumerate(best)}
-    style = files("thinwire.report").joinpath("style.css").read_text(encoding="utf-8")
-    head, rest = frontier_figure(outcomes, styles).svg.split(">", 1)
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{rest}\n'
+    return alone(frontier_figure(outcomes, styles).svg)
 
 
 def recommended(rate: float, recorded: Path = RECORDED) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.report.charts import Figure, figures
 from thinwire.report.machine import machine
+from thinwire.report.planned import planned_figures
 from thinwire.report.run import RunFiles, number, read_run
 from thinwire.report.timeline import timeline_figures
 from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
@@ -62,6 +63,7 @@ def sections(run: RunFiles) -> Iterator[str]:
     yield warning(run)
     yield headline(run)
     yield plan_table(run)
+    yield plots(figure(item) for item in planned_figures(run))
     yield plots(figure(item) for item in [*figures(run), *timeline_figures(run)])
     yield ways_table(run)
     yield sent_table(run)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 
 from thinwire.report.units import short
 
@@ -200,6 +201,13 @@ class Chart:
         centre = (LEFT + self._right) / 2
         yield f'<text x="{centre:.1f}" y="{self._height - 8}" text-anchor="middle">{escape(x_label)}</text>'
         yield f'<text x="8" y="14">{escape(y_label)}</text>'
+
+
+def alone(svg: str) -> str:
+    """The picture as a file of its own, with the page's style sheet."""
+    style = files("thinwire.report").joinpath("style.css").read_text(encoding="utf-8")
+    head, rest = svg.split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{rest}\n'
 
 
 def spread_out(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:

@@ -21,6 +21,7 @@ class RunDir:
         self.machine, self.plan = self.path / "machine.json", self.path / "plan.json"
         # What the stages of a pipeline did in one step, beside what was predicted.
         self.timeline = self.path / "timeline.json"
+        self.trace = self.path / "plan-trace.json"
         self.report, self.checkpoints = self.path / "report.html", self.path / "checkpoints"
         self.logs = self.path / "logs"
         # What does not fit in memory; by default.
@@ -73,8 +74,8 @@ class RunDir:
 
     def delete(self, node: int) -> None:
         """Delete a run's files, and nothing else in the folder."""
-        files = [self.metrics, self.summary, self.report, self.machine, self.plan, self.timeline, self.logs]
-        shared = [*files, *self.path.glob("island-*")] if node == 0 else []
+        own = [self.metrics, self.summary, self.report, self.machine, self.plan, self.trace, self.timeline, self.logs]
+        shared = [*own, *self.path.glob("island-*")] if node == 0 else []
         for path in (*shared, self.config(node), self.checkpoints, self.store):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

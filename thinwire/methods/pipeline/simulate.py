@@ -91,12 +91,13 @@ class PipelineTimeline:
     """The simulated times of a plan.
 
     spans: for each rank (action, start, end) in seconds. link_bytes: by (from, to), in one step. peak_bytes: for each
-    rank, the most activations that it holds at once.
+    rank, the most activations that it holds at once. messages: (from, to, what, sent, arrived).
     """
 
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     link_bytes: dict[tuple[int, int], float]
     peak_bytes: tuple[float, ...]
+    messages: tuple[tuple[int, int, Arrival | Shared, float, float], ...] = ()
 
     @property
     def makespan_s(self) -> float:
@@ -198,6 +199,8 @@ class PipelineClock:
         self._begun_s = [0.0] * self.num_ranks
         self._spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(self.num_ranks)]
         self._link_bytes: dict[tuple[int, int], float] = {}
+        self._sent: dict[Arrival | Shared, tuple[int, int, float]] = {}
+        self._messages: list[tuple[int, int, Arrival | Shared, float, float]] = []
 
     def can_start(self, action: Action) -> bool:
         """Whether everything that an action needs is on its rank."""
@@ -213,13 +216,19 @@ class PipelineClock:
             if self.events.next_s() == math.inf:
                 break
             arrived, ended = self.events.advance()
-            self.done.update(arrived)
+            self._arrive(arrived)
             for rank, action in sorted(ended):
                 self._end(rank, action, recomputed)
             # What takes no time to travel is there at once.
-            self.done.update(self.events.landed())
+            self._arrive(self.events.landed())
         peaks = tuple(memory.peak for memory in self.memory)
-        return PipelineTimeline(tuple(map(tuple, self._spans)), self._link_bytes, peaks)
+        return PipelineTimeline(tuple(map(tuple, self._spans)), self._link_bytes, peaks, tuple(self._messages))
+
+    def _arrive(self, arrived: Sequence[Arrival | Shared]) -> None:
+        self.done.update(arrived)
+        for what in arrived:
+            source, target, sent_s = self._sent[what]
+            self._messages.append((source, target, what, sent_s, self.events.now_s))
 
     def _start(self, rank: int, action: Action, recomputed: set[Visit]) -> None:
         self.free.discard(rank)
@@ -259,4 +268,5 @@ class PipelineClock:
             # Both messages of a border are of the size of the output that crosses it.
             num_bytes = sizes[action.chunk if given.kind == "forward" else given.chunk]
         self._link_bytes[rank, target] = self._link_bytes.get((rank, target), 0.0) + num_bytes
+        self._sent[given] = rank, target, self.events.now_s
         self.events.send((rank, target), num_bytes, given)

@@ -1,0 +1,355 @@
+"""Latencies and rates of a GPU's memories and units, each by a small kernel that NVRTC compiles on the spot.
+
+    python benchmarks/gpu_micro.py [--only NAME ...] [--json FILE]     measure: on a GPU, or the CPU half where none is
+    python benchmarks/gpu_micro.py --compile sm_90a                    only compile the kernels; needs no GPU
+    python benchmarks/gpu_micro.py --list
+
+The kernels have been compiled for sm_80 and sm_90a by NVRTC 13.5. They have not run on a GPU yet: until one has
+confirmed them, their figures are to be checked against those in `thinwire.calibration.published`, which the table shows
+beside them, each under the name of the device on which it was measured. Latencies are cycles of one dependent chain;
+rates are operations per second, because the clock falls under load. Products are measured with random values and with
+zeros, which draw less power. Median of 20 launches after a warm-up. Needs the extra `gpu`: cuda-core with NVRTC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+STEPS, REPEATS, WARPS = 1024, 20, 8
+# Bytes that fit into a level; the last does not fit into any cache.
+LEVELS = {"l1": (1 << 14, "ca"), "l2": (1 << 22, "cg"), "global": (1 << 29, "cg")}
+WIDTHS = (8, 16, 32, 64, 128, 256)
+RING_BYTES, BINS = 16384, 1024
+HEAD = """
+typedef unsigned int u32; typedef unsigned long long u64;
+__device__ __forceinline__ u32 rank_in_cluster() {
+  u32 x; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
+  return x;
+}
+__device__ __forceinline__ u32 cluster_size() {
+  u32 x; asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(x));
+  return x;
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+__device__ __forceinline__ u32 at_rank(const void* mine, u32 rank) {
+  u32 x, own = (u32)__cvta_generic_to_shared(mine);
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(own), "r"(rank));
+  return x;
+}
+"""
+PLAIN_HEAD = "typedef unsigned int u32; typedef unsigned long long u64;\n"
+SIGNATURE = 'extern "C" __global__ void run(const u64* given, u64* out, int steps)'
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel `run(given, out, steps)`, which writes its cycles to out[0].
+
+    Args:
+        unit: "cycles" of one step, or what a block does in one step: operations or bytes.
+        amount: of a block in one step; 0: the result is cycles.
+        given: what `given` points to: "chase", "random", "zeros"; bytes: of it.
+        hopper: needs sm_90a. cluster: blocks of a cluster.
+    """
+
+    name: str
+    source: str
+    unit: str = "cycles"
+    amount: float = 0.0
+    given: str = "random"
+    given_bytes: int = 1 << 16
+    threads: int = 32
+    hopper: bool = False
+    cluster: int = 1
+
+    @property
+    def code(self) -> str:
+        """The source with its head."""
+        return (HEAD if self.hopper else PLAIN_HEAD) + f"{SIGNATURE} {{\n{self.source}\n}}\n"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A result. published: by device, where something of that name is."""
+
+    name: str
+    value: float
+    unit: str
+    device: str
+    published: dict[str, float]
+
+
+def timed(body: str, before: str = "", after: str = "") -> str:
+    """Cycles of `steps` rounds of a body, after one round to warm up."""
+    return f"""{before}
+  for (int i = 0; i < 1; ++i) {{ {body} }}
+  u64 begin = clock64();
+  for (int i = 0; i < steps; ++i) {{ {body} }}
+  u64 end = clock64();
+  if (threadIdx.x == 0 && blockIdx.x == 0) out[0] = end - begin;
+  {after}"""
+
+
+def chases() -> Iterator[Kernel]:
+    """A walk along pointers, in each level of memory."""
+    for level, (size, modifier) in LEVELS.items():
+        load = f'asm volatile("ld.global.{modifier}.u64 %0, [%0];" : "+l"(at) :: "memory");'
+        warm = f"u64 at = given[0]; for (int i = 0; i < {min(size // 64, 1 << 17)}; ++i) {{ {load} }}"
+        yield Kernel(f"{level} latency cycles", timed(load, warm, "out[1] = at;"), given="chase", given_bytes=size)
+    fill = "__shared__ u32 next[1024]; for (int i = threadIdx.x; i < 1024; i += 32) next[i] = (i + 33) & 1023; __syncthreads();"  # noqa: E501
+    yield Kernel("shared latency cycles", timed("at = next[at];", f"{fill} u32 at = 0;", "out[1] = at;"))
+
+
+def mma(fill: str) -> Kernel:
+    """mma.sync m16n8k16 in fp16 with fp32 sums: WARPS warps of a block, each a dependent chain."""
+    load = "const u32* g = (const u32*)given + threadIdx.x; u32 a0 = g[0], a1 = g[32], a2 = g[64], a3 = g[96], b0 = g[128], b1 = g[160]; float c0 = 0, c1 = 0, c2 = 0, c3 = 0;"  # noqa: E501
+    body = (
+        'asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},'
+        '{%0,%1,%2,%3};" : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));'  # noqa: E501
+    )
+    done = "((float*)out)[64 + threadIdx.x] = c0 + c1 + c2 + c3;"
+    flops = WARPS * 2.0 * 16 * 8 * 16
+    return Kernel(f"mma fp16 {fill}", timed(body, load, done), "FLOP/s", flops, fill, threads=32 * WARPS)
+
+
+def wgmma(width: int, is_rs: bool, fill: str) -> Kernel:
+    """wgmma m64nNk16 in fp16 with fp32 sums: A in shared memory (SS) or in registers (RS), B in shared memory."""
+    num = width // 2
+    sums = ", ".join(f"%{i}" for i in range(num))
+    kind = f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.f16.f16"
+    factors = f"{{%{num + 1}, %{num + 2}, %{num + 3}, %{num + 4}}}, %{num}" if is_rs else f"%{num + 1}, %{num}"
+    flags = "1, 1, 1, 0" if is_rs else "1, 1, 1, 0, 0"
+    outputs = ", ".join(f'"+f"(c[{i}])' for i in range(num))
+    inputs = '"l"(b), "r"(a0), "r"(a1), "r"(a2), "r"(a3)' if is_rs else '"l"(b), "l"(a)'
+    body = (
+        'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");'
+        f'asm volatile("{{ .reg .pred p; setp.ne.b32 p, 1, 0; {kind} {{{sums}}}, {factors}, p, {flags[3:]}; }}" : '
+        f"{outputs} : {inputs});"
+        'asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");'
+    )
+    before = f"""
+  extern __shared__ __align__(128) u32 tile[];
+  for (int i = threadIdx.x; i < 4096; i += 128) tile[i] = ((const u32*)given)[i];
+  __syncthreads();
+  float c[{num}];
+  for (int i = 0; i < {num}; ++i) c[i] = 0;
+  // Without swizzle: 8 x 8 blocks of 128 bytes, the next one 128 bytes on, the next row of them 256.
+  u64 fixed = ((u64)(128 >> 4) << 16) | ((u64)(256 >> 4) << 32);
+  u64 a = fixed | ((u64)(__cvta_generic_to_shared(tile) & 0x3FFFF) >> 4);
+  u64 b = fixed | ((u64)(__cvta_generic_to_shared(tile + 1024) & 0x3FFFF) >> 4);
+  u32 a0 = tile[threadIdx.x], a1 = tile[threadIdx.x + 1], a2 = tile[threadIdx.x + 2], a3 = tile[threadIdx.x + 3];
+  if (steps < 0) {{ out[2] = a + a0 + a1 + a2 + a3; }}"""
+    done = f"float sum = 0; for (int i = 0; i < {num}; ++i) sum += c[i]; ((float*)out)[64 + threadIdx.x] = sum;"
+    name = f"wgmma fp16 n{width} {'RS' if is_rs else 'SS'} {fill}"
+    return Kernel(name, timed(body, before, done), "FLOP/s", 2.0 * 64 * width * 16, fill, threads=128, hopper=True)
+
+
+def clusters() -> Iterator[Kernel]:
+    """Copies from the shared memory of the next block of a cluster, and a histogram whose bins lie on all of them."""
+    start = f"__shared__ __align__(16) u32 own[{RING_BYTES // 4}]; for (int i = threadIdx.x; i < {RING_BYTES // 4}; i += blockDim.x) own[i] = i; cluster_sync(); u32 from = at_rank(own, (rank_in_cluster() + 1) % cluster_size()), sum = 0;"  # noqa: E501
+    copy = f'for (int j = threadIdx.x * 16; j < {RING_BYTES}; j += blockDim.x * 16) {{ u32 x, y, z, w; asm volatile("ld.shared::cluster.v4.u32 {{%0,%1,%2,%3}}, [%4];" : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(from + j)); sum += x + y + z + w; }}'  # noqa: E501
+    done = "cluster_sync(); ((u32*)out)[64 + threadIdx.x] = sum;"
+    for size in (2, 4):
+        yield Kernel(
+            f"dsm ring of {size}", timed(copy, start, done), "B/s", RING_BYTES, threads=256, hopper=True, cluster=size
+        )
+    walk = 'asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(at) : "r"(from + 4 * at));'
+    chase = "__shared__ u32 own[1024]; for (int i = threadIdx.x; i < 1024; i += 32) own[i] = (i + 33) & 1023; cluster_sync(); u32 from = at_rank(own, (rank_in_cluster() + 1) % cluster_size()), at = 0;"  # noqa: E501
+    yield Kernel("dsm latency cycles", timed(walk, chase, "cluster_sync(); out[1] = at;"), hopper=True, cluster=2)
+    bins = f"__shared__ u32 own[{BINS}]; for (int i = threadIdx.x; i < {BINS}; i += blockDim.x) own[i] = 0; cluster_sync(); u32 size = cluster_size();"  # noqa: E501
+    count = f'u32 bin = (((const u32*)given)[(threadIdx.x + i * 37) & 4095] + i) % ({BINS} * size); asm volatile("red.shared::cluster.add.u32 [%0], 1;" :: "r"(at_rank(own, bin / {BINS}) + 4 * (bin % {BINS})) : "memory");'  # noqa: E501
+    for size, threads in ((1, 128), (2, 512), (4, 128)):
+        yield Kernel(
+            f"dsm histogram of {size}, {threads} threads", timed(count, bins, "cluster_sync(); ((u32*)out)[64] = own[0];"),  # noqa: E501
+            "elements/s", float(threads), threads=threads, hopper=True, cluster=size,
+        )  # fmt: skip
+
+
+def others() -> Iterator[Kernel]:
+    """DPX, and copies by the tensor memory accelerator."""
+    start = "u32 x = ((const u32*)given)[threadIdx.x], y = threadIdx.x, z = 0x00010002;"
+    body = "x = __viaddmax_s16x2_relu(x, y, z);"
+    yield Kernel("dpx viaddmax s16x2 latency cycles", timed(body, start, "((u32*)out)[64] = x;"), hopper=True)
+    yield Kernel("dpx viaddmax s16x2", timed(body, start, "((u32*)out)[64 + threadIdx.x] = x;"), "operations/s", 512.0,
+                 threads=256, hopper=True)  # fmt: skip
+    size = 4096
+    prepare = f"""__shared__ __align__(128) char tile[{size}]; __shared__ __align__(8) u64 gate;
+  u32 to = (u32)__cvta_generic_to_shared(tile), at = (u32)__cvta_generic_to_shared(&gate), phase = 0;
+  if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at));
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); __syncthreads();"""
+    bulk = f"""if (threadIdx.x == 0) {{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], {size};" :: "r"(at) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], {size}, [%2];"
+      :: "r"(to), "l"(given), "r"(at) : "memory"); }}
+    asm volatile("{{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
+      " @!done bra again; }}"
+      :: "r"(at), "r"(phase) : "memory"); phase ^= 1;"""
+    # A label may stand once: the body stands twice.
+    twice = timed(bulk, prepare, "out[1] = tile[0];").replace("again", "again_%=")
+    yield Kernel("tma 4 KiB latency cycles", twice, hopper=True)
+
+
+def kernels() -> list[Kernel]:
+    """All of them."""
+    fills = ("random", "zeros")
+    made = [*chases(), *map(mma, fills)]
+    made += [wgmma(width, is_rs, fill) for width in WIDTHS for is_rs in (False, True) for fill in fills]
+    return [*made, *clusters(), *others()]
+
+
+def figure(kernel: Kernel, cycles: Sequence[float], seconds: Sequence[float], blocks: int, device: str) -> Figure:
+    """The median of launches: cycles of a step, or the amount of all blocks per second of the launch."""
+    from thinwire.calibration.published import TABLES
+
+    if kernel.amount:
+        value = blocks * kernel.amount * STEPS / statistics.median(seconds)
+    else:
+        value = statistics.median(cycles) / STEPS
+    beside = {name: table[kernel.name] for name, table in TABLES.items() if kernel.name in table}
+    return Figure(kernel.name, value, kernel.unit, device, beside)
+
+
+def measured(kernel: Kernel, compiled: Any, blocks: int) -> Figure:
+    """Launch a compiled kernel on the GPU that torch uses."""
+    import torch
+    from cuda.core import Device, LaunchConfig, launch  # type: ignore[import-not-found]
+
+    from thinwire.calibration.kernels import cycle
+
+    given = torch.randn(kernel.given_bytes // 2).half()
+    if kernel.given == "chase":
+        walk = torch.from_numpy(cycle(kernel.given_bytes // 64))
+        given = torch.empty_like(walk, device="cuda")
+        # Pointers: the address of the next line stands in each line.
+        given.copy_(walk * 8 + given.data_ptr())
+    elif kernel.given == "zeros":
+        given = torch.zeros_like(given)
+    given, out = given.cuda(), torch.zeros(4096, dtype=torch.int64, device="cuda")
+    device = Device(torch.cuda.current_device())
+    device.set_current()
+    stream = device.create_stream()
+    config = LaunchConfig(grid=blocks, block=kernel.threads, cluster=kernel.cluster, shmem_size=32768)
+    cycles, seconds = [], []
+    for number in range(REPEATS + 2):
+        begin = stream.record(options={"enable_timing": True})
+        launch(stream, config, compiled.get_kernel("run"), given.data_ptr(), out.data_ptr(), STEPS)
+        end = stream.record(options={"enable_timing": True})
+        stream.sync()
+        if number >= 2:
+            cycles.append(float(out[0]))
+            seconds.append((end - begin) / 1e3)
+    return figure(kernel, cycles, seconds, blocks, torch.cuda.get_device_name())
+
+
+def compiled_by_core(kernel: Kernel, arch: str) -> Any:
+    """An object code of cuda.core."""
+    from cuda.core import Program, ProgramOptions
+
+    return Program(kernel.code, "c++", ProgramOptions(arch=arch)).compile("cubin")
+
+
+def fits(kernel: Kernel, arch: str) -> bool:
+    """Whether an architecture, such as sm_90a, has what a kernel needs."""
+    return not kernel.hopper or arch == "sm_90a"
+
+
+def library() -> Iterator[Figure]:
+    """Products in fp8 with their casts against bf16 ones, and the products of a decode step, by torch on a GPU."""
+    import torch
+
+    from thinwire.calibration.work import seconds_of
+    from thinwire.device import take
+
+    device, name = take("cuda", 0), torch.cuda.get_device_name()
+
+    def clocked(run: Callable[[], object]) -> float:
+        def once() -> None:
+            run()
+            device.synchronize()
+
+        return seconds_of(once)
+
+    one = torch.ones((), device="cuda")
+    for size in (512, 1024, 2048, 4096, 8192, 16384):
+        a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        half_s = clocked(lambda a=a, b=b: a @ b.t())  # type: ignore[misc]
+
+        def byte(a: Any = a, b: Any = b) -> object:
+            small = [each.to(torch.float8_e4m3fn) for each in (a, b)]
+            return torch._scaled_mm(small[0], small[1].t(), one, one, out_dtype=torch.bfloat16)
+
+        yield Figure(f"fp8 linear with casts over bf16, {size}", half_s / clocked(byte), "times", name, {})
+    for dtype in (torch.float32, torch.bfloat16):
+        layers = [torch.randn(4096, 4096, device="cuda", dtype=dtype) for _ in range(16)]
+        x = torch.randn(8, 4096, device="cuda", dtype=dtype)
+        took_s = clocked(lambda layers=layers, x=x: [x @ layer for layer in layers])  # type: ignore[misc]
+        bytes_s = sum(layer.nbytes for layer in layers) / took_s
+        yield Figure(f"decode of 8 tokens, weights in {dtype}", bytes_s, "B/s", name, {})
+
+
+def on_cpu() -> None:
+    """The half that needs no GPU: the chase, products, and their rooflines."""
+    from thinwire.calibration.kernels import latencies_ns, products, rooflines
+    from thinwire.device import Device
+
+    found = list(products(("float32",), Device()))
+    for size, ns in latencies_ns():
+        print(f"{size >> 10:>8} KiB {ns:>10.2f} ns a load")
+    for each in found:
+        print(f"{each.dtype} {each.shape} {each.fill:<7} {each.operations / each.seconds / 1e9:>10.2f} GFLOP/s")
+    for name, fit in rooflines(found).items():
+        print(f"{name}: {fit}")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--json")
+    parser.add_argument("--compile", metavar="ARCH")
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args(words)
+    chosen = [each for each in kernels() if not args.only or any(word in each.name for word in args.only)]
+    if args.list:
+        print(*(each.name for each in chosen), sep="\n")
+        return 0
+    if args.compile:
+        for each in chosen:
+            if fits(each, args.compile):
+                compiled_by_core(each, args.compile)
+                print(f"compiled: {each.name}", flush=True)
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no GPU: this is the half that needs none")
+        on_cpu()
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count // 4 * 4
+    found = []
+    for each in chosen:
+        if not fits(each, arch):
+            print(f"{each.name}: needs sm_90a, and this is {arch}")
+            continue
+        found.append(measured(each, compiled_by_core(each, arch), blocks if each.amount else each.cluster))
+    found += [] if args.only else list(library())
+    for result in found:
+        beside = ", ".join(f"{name} {value:g}" for name, value in result.published.items())
+        print(f"{result.name:<48} {result.value:>12.4g} {result.unit:<12} {beside}")
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The half of the GPU's microbenchmarks that needs no GPU: kernels as text, and figures from launches."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SPEC = importlib.util.spec_from_file_location("gpu_micro", Path(__file__).parents[2] / "benchmarks/gpu_micro.py")
+assert SPEC is not None and SPEC.loader is not None
+micro: Any = importlib.util.module_from_spec(SPEC)
+sys.modules["gpu_micro"] = micro
+SPEC.loader.exec_module(micro)
+
+
+def test_every_kernel_has_a_name_of_its_own_and_balanced_text(capsys: pytest.CaptureFixture[str]) -> None:
+    found = micro.kernels()
+    assert len({each.name for each in found}) == len(found)
+    for each in found:
+        assert each.code.count("{") == each.code.count("}") and "run(const u64* given" in each.code
+        assert micro.fits(each, "sm_90a") and micro.fits(each, "sm_80") != each.hopper
+    assert micro.main(["--list", "--only", "wgmma"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 * 2 * len(micro.WIDTHS)
+
+
+def test_a_figure_stands_beside_what_is_published_for_other_devices() -> None:
+    chase, ring = (next(each for each in micro.kernels() if name in each.name) for name in ("l2 latency", "ring of 2"))
+    figure = micro.figure(chase, [3e5, 2.6e5 * 1.024, 2e5], [1.0], 1, "this one")
+    assert figure.value == pytest.approx(260.0) and figure.unit == "cycles" and figure.device == "this one"
+    assert figure.published == {"H800 PCIe": 263.0, "A100 PCIe": 261.5, "RTX 4090": 273.0}
+    figure = micro.figure(ring, [1.0], [2e-3, 1e-3, 3e-3], 100, "this one")
+    assert figure.value == pytest.approx(100 * micro.RING_BYTES * micro.STEPS / 2e-3) and not figure.published

@@ -1,0 +1,74 @@
+"""Rooflines, published figures under their devices, and the chase through caches."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from thinwire.calibration.kernels import LINE_BYTES, cycle, follow, latencies_ns, products, rooflines
+from thinwire.calibration.published import A100, H800, RTX, TABLES, published
+from thinwire.cost.roofline import CastLinear, Roofline
+from thinwire.device import Device
+from thinwire.errors import ConfigError
+
+
+def test_published_figures_keep_their_device() -> None:
+    peak = published(H800, "peak fp16 TFLOP/s")
+    assert published(H800, "mma fp16 TFLOP/s") / peak == pytest.approx(0.653, abs=1e-3)
+    assert published(H800, "wgmma fp16 SS TFLOP/s") / peak == pytest.approx(0.964, abs=1e-3)
+    ratio = published(H800, "wgmma fp8 TFLOP/s") / published(H800, "wgmma fp16 SS TFLOP/s")
+    assert ratio == pytest.approx(1.986, abs=1e-3)
+    assert published(H800, "dsm latency cycles") / published(H800, "l2 latency cycles") == pytest.approx(
+        0.684, abs=1e-3
+    )
+    assert published(A100, "mma fp16 TFLOP/s") / published(A100, "peak fp16 TFLOP/s") > 0.99
+    assert set(TABLES) == {H800, A100, RTX}
+    with pytest.raises(
+        ConfigError, match="'H100 SXM': nothing published is held for it, and no other device's figures"
+    ):
+        published("H100 SXM", "l2 latency cycles")
+    with pytest.raises(ConfigError, match="'dsm latency cycles' is not published for A100 PCIe"):
+        published(A100, "dsm latency cycles")
+
+
+def test_a_roofline_predicts_shapes_that_it_has_not_seen() -> None:
+    truth, rng = Roofline(3e12, 2e11, 5e-6), random.Random(0)
+    shapes = [(2.0 * m * n * k, 4.0 * (m * k + k * n + m * n)) for m, n, k in itertools.product((1, 64, 512), repeat=3)]
+    samples = [(*shape, truth.seconds(*shape) * rng.uniform(0.9, 1.1)) for shape in shapes]
+    found = Roofline.fitted(samples[::2])
+    assert found.flops == pytest.approx(truth.flops, rel=0.1) and found.launch_s == pytest.approx(5e-6, rel=0.1)
+    close = [abs(found.seconds(*shape) / truth.seconds(*shape) - 1) < 0.25 for shape in shapes[1::2]]
+    assert sum(close) >= 0.8 * len(close)
+    with pytest.raises(ConfigError, match="a roofline of 0 samples"):
+        Roofline.fitted([])
+
+
+def test_eight_bits_pay_from_one_size_on() -> None:
+    made = CastLinear(Roofline(7e14, 2e12, 5e-6), Roofline(1.4e15, 2e12, 5e-6), 2e12)
+    sizes = [1 << power for power in range(6, 16)]
+    faster = [eight < sixteen for sixteen, eight in map(made.seconds, sizes)]
+    first = made.crossover(sizes)
+    assert first is not None and not faster[0] and faster[-1]
+    assert faster == [size >= first for size in sizes]
+    assert CastLinear(made.half, made.half, 2e12).crossover(sizes) is None
+
+
+def test_a_chase_visits_every_line_once_and_all_is_measured() -> None:
+    following = cycle(37)
+    places = [0]
+    while (after := int(following[places[-1]])) != 0:
+        places.append(after)
+    assert sorted(places) == list(range(0, 37 * LINE_BYTES // 8, LINE_BYTES // 8))
+    assert follow(following, 37) == 0 and follow(following, 36) == places[-1]
+    assert [size for size, ns in latencies_ns((4096, 1 << 16), 2000) if ns > 0] == [4096, 1 << 16]
+    found = list(products(["float32"], Device(), ((4, 8, 16), (32, 32, 32))))
+    assert [(each.shape[0], each.fill) for each in found] == [
+        (4, "random"),
+        (4, "zeros"),
+        (32, "random"),
+        (32, "zeros"),
+    ]
+    assert found[0].operations == 1024 and found[0].num_bytes == 4 * (64 + 128 + 32)
+    assert rooflines(found)["float32"].seconds(*found[0].sample[:2]) > 0

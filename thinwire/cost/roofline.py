@@ -1,0 +1,90 @@
+"""Seconds of a kernel from its operations and its bytes, with rates that were measured or published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from thinwire.errors import ConfigError
+
+# (floating-point operations, bytes, seconds)
+Sample = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """max(operations / flops, bytes / rate) + launch_s.
+
+    Attributes:
+        flops: operations per second that are reached.
+        rate: bytes per second that are reached.
+        launch_s: of a kernel without work.
+
+    Source: Williams et al., "Roofline" (2009).
+    """
+
+    flops: float
+    rate: float
+    launch_s: float = 0.0
+
+    def seconds(self, operations: float, num_bytes: float) -> float:
+        """Seconds of one kernel."""
+        return max(operations / self.flops, num_bytes / self.rate) + self.launch_s
+
+    @classmethod
+    def fitted(cls, samples: Sequence[Sample]) -> Roofline:
+        """The rates and the launch with the least squares of log(predicted / measured), by a search along each axis.
+
+        Raises ConfigError without samples, and for one that takes no time.
+        """
+        if not samples or min(seconds for _, _, seconds in samples) <= 0:
+            raise ConfigError(f"a roofline of {len(samples)} samples: give one or more, each with seconds above 0")
+        flops = max(max(operations / seconds for operations, _, seconds in samples), 1.0)
+        rate = max(max(num_bytes / seconds for _, num_bytes, seconds in samples), 1.0)
+        best = cls(flops, rate, 0.5 * min(seconds for _, _, seconds in samples))
+        least, step = best.error(samples), 1.0
+        while step > 1e-4:
+            around = [
+                replace(best, **{name: getattr(best, name) * math.exp(sign * step)})
+                for name in ("flops", "rate", "launch_s")
+                for sign in (-1, 1)
+            ]
+            nearer = min(around, key=lambda each: each.error(samples))
+            if nearer.error(samples) < least:
+                best, least = nearer, nearer.error(samples)
+            else:
+                step /= 2
+        return best
+
+    def error(self, samples: Sequence[Sample]) -> float:
+        """Sum of the squares of log(predicted / measured)."""
+        return sum(math.log(self.seconds(*given) / seconds) ** 2 for *given, seconds in samples)
+
+
+@dataclass(frozen=True)
+class CastLinear:
+    """A linear layer in 16 bits, or cast to 8 bits and multiplied at another rate.
+
+    Attributes:
+        half, byte: of products of 2-byte and of 1-byte elements.
+        cast_rate: bytes per second at which a cast reads and writes.
+    """
+
+    half: Roofline
+    byte: Roofline
+    cast_rate: float
+
+    def seconds(self, size: int) -> tuple[float, float]:
+        """Seconds of a product of square matrices in 16 bits, and in 8 bits with the casts of both factors."""
+        operations, elements = 2.0 * size**3, float(size**2)
+        # A cast reads 2 bytes and writes 1, of each factor, in kernels of their own.
+        cast_s = 2 * (3 * elements / self.cast_rate + self.byte.launch_s)
+        plain_s = self.half.seconds(operations, 6 * elements)
+        return plain_s, self.byte.seconds(operations, 4 * elements) + cast_s
+
+    def crossover(self, sizes: Sequence[int]) -> int | None:
+        """The first of these rising sizes from which on 8 bits are faster; None if they never are."""
+        faster = [eight < sixteen for sixteen, eight in map(self.seconds, sizes)]
+        first = len(sizes) - next((at for at, is_so in enumerate(reversed(faster)) if not is_so), len(sizes))
+        return sizes[first] if first < len(sizes) else None

@@ -47,3 +47,5 @@ def test_latency_and_rate_of_each_collective_on_each_level() -> None:
         assert line.alpha_s == pytest.approx(rounds * DELAYS[level], rel=0.2), (operation, level)
         assert line.beta_s == pytest.approx(1 / RATES[level], rel=0.05), (operation, level)
     assert first.product.beta_s > 0 and first.product.alpha_s >= 0
+    # Of all ranks at once: one round inside a node and between nodes, whatever is under way beside it.
+    assert first.message_s == pytest.approx(sum(DELAYS.values()), rel=0.2)

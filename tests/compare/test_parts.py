@@ -78,6 +78,7 @@ def test_a_contestant_may_lie_on_the_ranks_in_its_own_way() -> None:
     assert plain.config(base) == replace(base, strategy="zero")
     for text, message in (
         ("a=zero[pipeline.fwd=fp32]", "pipeline.unknown key 'fwd'"),
+        ("a=zero[experts.parallel=2,experts.mov=tokens]", "experts.unknown key 'mov'; did you mean 'move'"),
         ("a=sdp4bit[stages=0]", "--stages 0"),
     ):
         problems = Problems()
@@ -85,12 +86,43 @@ def test_a_contestant_may_lie_on_the_ranks_in_its_own_way() -> None:
         assert message in "; ".join(problems.messages)
 
 
-def test_layouts_that_do_not_fit_are_told_before_a_race(tmp_path: Path) -> None:
-    for stages, message in ((4, "4 stages: the model has 3 layers"), (3, "--stages 3: must divide the 4 ranks")):
-        strategies, lab = f"zero,pp=zero[stages={stages}]", "nodes=4,rate=20mbit"
-        race = RaceConfig(strategies=strategies, lab=lab, out=str(tmp_path / "out"))
-        with pytest.raises(ConfigError, match=message):
-            make_plan(race, TrainConfig(model="tiny", steps=12), Problems())
+def test_contestants_may_share_sequences_and_experts_in_their_own_way() -> None:
+    base, problems = TrainConfig(workers=4, model="moe-tiny", tables={"experts": {"gradients": "bf16"}}), Problems()
+    text = "zero,s=zero[sequence.parallel=2,sequence.method=ring],e=zero[experts.parallel=auto,experts.move=experts]"
+    plain, sequences, experts = read_contestants(text, problems, base)
+    assert not problems.messages and sequences.has_layout and experts.has_layout
+    assert plain.config(base) == replace(base, strategy="zero")
+    assert sequences.config(base).tables == {**base.tables, "sequence": {"parallel": 2, "method": "ring"}}
+    assert sequences.config(base).mesh_shape.sequence == 2
+    assert experts.config(base).tables == {"experts": {"gradients": "bf16", "parallel": "auto", "move": "experts"}}
+
+
+def test_an_option_of_a_layout_that_a_contestant_does_not_use_is_told() -> None:
+    base = TrainConfig(workers=2, model="moe-tiny", steps=12)
+    found = read_contestants("zero,a=zero[sequence.method=ring,experts.parallel=2]", Problems(), base)
+    rows = [row for row in rows_of(RaceConfig(), base, base, found) if "of a" in row[0]]
+    assert rows == [
+        ("--sequence.method of a", "no effect", "a run without --sequence.parallel does not use it"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ("stages=4", {}, "4 stages: the model has 3 layers"),
+        ("stages=3", {}, "--stages 3: must divide the 4 ranks"),
+        ("sequence.parallel=3", {}, "--sequence.parallel 3: must divide the 4 ranks; nearest: --sequence.parallel 2"),
+        ("experts.parallel=2", {}, "nearest: a mixture such as moe-demo"),
+        # A step of the race has one sequence, which four ranks with data of their own can't share.
+        ("sequence.parallel=1", {"tables": {"sequence": {"parallel": 4}}, "micro_batch": 1}, "must be a multiple of"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_told_before_a_race(
+    tmp_path: Path, options: str, more: dict[str, Any], message: str
+) -> None:
+    race = RaceConfig(strategies=f"zero,pp=zero[{options}]", lab="nodes=4,rate=20mbit", out=str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=message):
+        make_plan(race, TrainConfig(model="tiny", steps=12, **more), Problems())
 
 
 def test_a_contestant_has_to_fit_the_race_and_not_a_run_of_usual_length() -> None:

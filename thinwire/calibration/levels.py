@@ -15,6 +15,7 @@ from thinwire.calibration.work import PRODUCT_S, seconds_of
 from thinwire.codecs import Identity
 from thinwire.collectives import Communicator
 from thinwire.collectives.all_to_all import all_to_all_rows
+from thinwire.collectives.communicator import NUM_SLOTS
 from thinwire.collectives.gather import all_gather_exact
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import all_reduce, reduce_scatter
@@ -22,6 +23,8 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.cost.links import ALL_TO_ALL, GATHER, INTER, INTRA, OPERATIONS, REDUCE, SCATTER, Line, Links
 from thinwire.models.moe import swiglu
 
+# Messages that can be under way beside one: more would wait for their turn, and for what a link takes.
+NUM_MESSAGES, NUM_TURNS = NUM_SLOTS - 1, 5
 # fp32 elements for each rank.
 SMALLEST, LARGEST = 1 << 12, 1 << 20
 # Experts and their sizes [experts, inner, hidden], and the rows of a short and a long product.
@@ -40,8 +43,9 @@ def measure_links(
     """Measure alpha + beta n of each collective on each level, and of the experts' product. A collective, equal on all.
 
     On a level all groups send at once: the ranks of each node, then those at the same place of all nodes. alpha is the
-    time of a few bytes. beta is the slope between n bytes and 2 n, of which n takes PROBE_S, so that what a token
-    bucket lets pass at once does not count. Of two probes the faster counts.
+    time of a few bytes; what one more such message of all ranks adds, while others are under way, is what it costs the
+    processors. beta is the slope between n bytes and 2 n, of which n takes PROBE_S, so that what a token bucket lets
+    pass at once does not count. Of two probes the faster counts.
 
     Args:
         experts: (experts, inner, hidden), the shape of the fp32 product that is timed.
@@ -61,7 +65,7 @@ def measure_links(
             while num < LARGEST and _seconds(comm, members, ALL_TO_ALL, num) < PROBE_S:
                 num *= 4
             lines |= {(operation, level): _line(comm, members, operation, num) for operation in operations}
-    return Links(lines, _product(comm, experts))
+    return Links(lines, _product(comm, experts), _message_s(comm))
 
 
 def _line(comm: Communicator, members: Sequence[int], operation: str, num: int) -> Line:
@@ -72,6 +76,26 @@ def _line(comm: Communicator, members: Sequence[int], operation: str, num: int) 
     # A reduced sum comes back, too.
     num_bytes = 4 * num * (len(members) - 1) * (2 if operation == REDUCE else 1)
     return Line(short_s, 1 / bucket_of(num_bytes, once_s, twice_s, short_s)[0])
+
+
+def _message_s(comm: Communicator) -> float:
+    """Seconds that one more small all-to-all adds among all ranks while others are under way."""
+    if comm.world_size == 1:
+        return 0.0
+    x, counts = torch.zeros(comm.world_size), [1] * comm.world_size
+
+    def several(num: int) -> float:
+        comm.barrier()
+        start = perf_counter()
+        jobs = [comm.submit(lambda link: JOBS[ALL_TO_ALL](link, x, counts), urgent=True) for _ in range(num)]
+        for job in jobs:
+            comm.wait(job)
+        return _slowest(comm, perf_counter() - start)[0]
+
+    # The first turn of an urgent lane starts its threads.
+    several(1 + NUM_MESSAGES)
+    few_s, many_s = (min(several(num) for _ in range(NUM_TURNS)) for num in (1, 1 + NUM_MESSAGES))
+    return max(0.0, many_s - few_s) / NUM_MESSAGES
 
 
 def _seconds(comm: Communicator, members: Sequence[int], operation: str, num: int) -> float:

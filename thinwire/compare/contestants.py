@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.options import PIPELINE, SEQUENCE, checked_values, option_tables, strategy_table
+from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, checked_values, option_tables, strategy_table
 from thinwire.registry import STRATEGIES
 from thinwire.run.config import TrainConfig, range_errors
 from thinwire.run.run import Run
@@ -19,11 +19,9 @@ from thinwire.run.spelled import options_in, split
 PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
 # Training options that each contestant may set for itself, because their best values depend on the method.
 TUNED = ("lr", "optimizer", "weight_decay", "grad_clip")
-# How the model lies on the ranks, and the options of a pipeline, such as pipeline.plan: each contestant's own, too.
+# How the model lies on the ranks, and options of tables such as pipeline.plan: each contestant's own, too.
 LAYOUT = ("stages", "tensor", "micro_batch", "order")
-PREFIX = "pipeline."
-# Tables of which a plan states options so.
-PREFIXES = {PREFIX: PIPELINE, "sequence.": SEQUENCE}
+LAYOUT_OPTIONS = (PIPELINE, SEQUENCE, EXPERTS)
 # Folder and row of the measurement of computing alone. It is not a contestant.
 COMPUTE = "compute"
 _NAME = r"[A-Za-z0-9][\w.+-]*"
@@ -56,10 +54,7 @@ class Contestant:
             return base
         own = dict(self.options)
         stated = {name: own.pop(name) for name in (*TUNED, *LAYOUT) if name in own}
-        added: dict[str, dict[str, Any]] = {}
-        for prefix, table in PREFIXES.items():
-            names = [name for name in self.options if name.startswith(prefix)]
-            added[table] = {name.removeprefix(prefix): own.pop(name) for name in names}
+        added = {table: taken_out(own, table) for table in LAYOUT_OPTIONS}
         added[strategy_table(self.strategy) or ""] = own
         tables = {name: {**base.tables.get(name, {}), **values} for name, values in added.items() if values}
         return replace(base, strategy=self.strategy, tables={**base.tables, **tables}, **stated)
@@ -67,7 +62,7 @@ class Contestant:
     @property
     def has_layout(self) -> bool:
         """Whether it lies on the ranks in its own way."""
-        return any(name in LAYOUT or name.startswith(tuple(PREFIXES)) for name in self.options)
+        return any(name in LAYOUT or name.partition(".")[0] in LAYOUT_OPTIONS for name in self.options)
 
     def settled_after(self, base: TrainConfig) -> int:
         """Number of first steps in which the strategy does not yet work as it does later; 0 for an outside program."""
@@ -77,6 +72,12 @@ class Contestant:
         """The command with its placeholders filled in. Words that become empty are left out."""
         words = [_filled(word, values) for word in shlex.split(self.command)]
         return [word for word in words if word]
+
+
+def taken_out(options: dict[str, Any], table: str) -> dict[str, Any]:
+    """Take the options TABLE.NAME out of `options`; return them by NAME."""
+    prefix = f"{table}."
+    return {name.removeprefix(prefix): options.pop(name) for name in [*options] if name.startswith(prefix)}
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:
@@ -145,15 +146,10 @@ def read_strategy(text: str, problems: Problems, base: TrainConfig) -> Contestan
 def checked_options(
     strategy: str, stated: Mapping[str, Any], note: str, problems: Problems, base: TrainConfig
 ) -> dict[str, Any]:
-    """The checked options: the strategy's, those of TUNED and LAYOUT, and those of the pipeline."""
-    table, shared = strategy_table(strategy), (*TUNED, *LAYOUT)
-    below = {name.removeprefix(PREFIX): value for name, value in stated.items() if name.startswith(PREFIX)}
-    own = {
-        name: value
-        for name, value in stated.items()
-        if name.replace("-", "_") not in shared and not name.startswith(PREFIX)
-    }
-    tuned = {name: value for name, value in stated.items() if name.replace("-", "_") in shared}
+    """The checked options: the strategy's, those of TUNED and LAYOUT, and those of LAYOUT_OPTIONS."""
+    table, shared, own = strategy_table(strategy), (*TUNED, *LAYOUT), dict(stated)
+    below = {layout: taken_out(own, layout) for layout in LAYOUT_OPTIONS}
+    tuned = {name: own.pop(name) for name in [*own] if name.replace("-", "_") in shared}
     for name in own if table is None else ():
         problems.messages.append(f"{note}{strategy} has no option {name!r}{nearest(name, shared)}")
     options = {} if table is None else checked_values(option_tables()[table], own, note, problems, others=shared)
@@ -161,8 +157,10 @@ def checked_options(
     # Of the base itself nothing is said once more for each contestant.
     ranks = TrainConfig(workers=base.workers, nodes=base.nodes)
     problems.messages += [note + message for message in range_errors(replace(ranks, **tuned))]
-    below = checked_values(option_tables()[PIPELINE], below, f"{note}{PREFIX}", problems)
-    return options | tuned | {f"{PREFIX}{name}": value for name, value in below.items()}
+    for layout, values in below.items():
+        checked = checked_values(option_tables()[layout], values, f"{note}{layout}.", problems)
+        options |= {f"{layout}.{name}": value for name, value in checked.items()}
+    return options | tuned
 
 
 def _usable(name: str) -> str:

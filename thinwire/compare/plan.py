@@ -141,7 +141,10 @@ def check_training(train: TrainConfig, contestants: list[Contestant], problems: 
     for contestant in own[1:]:
         if contestant.has_layout:
             with problems.collect():
-                check(replace(contestant.config(train), run_dir=str(nowhere), order=()), problems)
+                # All take the steps of the race, also those whose ranks see other shares of them.
+                tokens = problems.note(with_derived, train)
+                asked = replace(contestant.config(train), tokens_per_step=tokens and tokens.tokens_per_step)
+                check(replace(asked, run_dir=str(nowhere), order=()), problems)
         else:
             problems.note(lambda one=contestant: Run.of(one.config(train)))
     # Contestants that share a wrong table of options report the same error.
@@ -164,8 +167,13 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
         why = f"{train.steps} steps allow no more: {WARM_UP_STEPS} steps of each round are its warm-up"
         yield f"--rounds {DEFAULT_ROUNDS}", str(num_rounds), why
     for contestant in contestants:
-        for option, _, why in late_rows(Run.of(contestant.config(train))) if contestant.strategy else ():
-            yield option, "no step is timed", why
+        if contestant.strategy:
+            run = Run.of(contestant.config(train))
+            yield from ((option, "no step is timed", why) for option, _, why in late_rows(run))
+            # Those of the shared configuration are told above.
+            for option, effect, why in unused_rows(run) if contestant.has_layout else ():
+                if option.removeprefix("--").replace("-", "_") in contestant.options:
+                    yield f"{option} of {contestant.name}", effect, why
         if contestant.is_whole and num_rounds > 1:
             yield f"rounds of {contestant.name}", "runs whole, in the last round", "its command has no {stop_at}"
     if race.smooth is None and train.steps < DEFAULT_SMOOTH:

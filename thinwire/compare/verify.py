@@ -115,8 +115,9 @@ def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name:
 
 def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     """A candidate as a contestant of a race."""
-    from thinwire.compare.contestants import PREFIX, Contestant
+    from thinwire.compare.contestants import Contestant
     from thinwire.methods.pipeline.across import STAGES
+    from thinwire.options import PIPELINE
 
     candidate = way.candidate
     options: dict[str, Any] = {"micro_batch": candidate.micro_batch}
@@ -128,9 +129,9 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
         options["sequence.parallel"] = candidate.sequence
     if candidate.stages > 1:
         options["stages"] = candidate.stages
-        options |= {f"{PREFIX}{name}": value for name, value in candidate.options.items()}
+        options |= {f"{PIPELINE}.{name}": value for name, value in candidate.options.items()}
         # As it was planned; the ranks need not choose.
-        options[f"{PREFIX}across"] = STAGES
+        options[f"{PIPELINE}.across"] = STAGES
     stages = f"-{candidate.stages}-stages" if candidate.stages > 1 else ""
     return Contestant(f"{number}-{candidate.strategy}{stages}", candidate.strategy, options)
 

@@ -35,12 +35,14 @@ class Links:
 
     lines: by (operation, level); n counts the bytes that a rank sends to all others of the level together. Levels
     without two ranks are missing. product: line of the experts' grouped products; n counts one rank's floating-point
-    operations.
+    operations. message_s: what one more small all-to-all of all ranks adds while others are under way, which is what it
+    costs the processors.
     Source: Pan et al., "FSMoE" (ASPLOS 2025), section 4.
     """
 
     lines: Mapping[tuple[str, str], Line]
     product: Line = Line()
+    message_s: float = 0.0
 
     @classmethod
     def stated(cls, rate: float, local_rate: float, delay_s: float, local_size: int = 1) -> Links:

@@ -184,11 +184,19 @@ class Experts(nn.Module):
     They are called like experts of transformers: experts(x, top_k_index, top_k_weights).
     """
 
+    is_sliceable = True
+
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.num_experts, self.weigh_inputs = config.num_local_experts, config.weigh_inputs
-        shape = (config.num_local_experts, config.intermediate_size, config.hidden_size)
+        self.inner, self.width = config.intermediate_size, config.hidden_size
+        shape = (config.num_local_experts, self.inner, self.width)
         self.gate_proj, self.up_proj, self.down_proj = (nn.Parameter(torch.empty(shape)) for _ in range(3))
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """gate, up and down of the experts, or parts of experts, that are here, [experts, inner, hidden] each."""
+        return self.gate_proj, self.up_proj, self.down_proj
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum [tokens, hidden] over each token's experts.
@@ -207,7 +215,11 @@ class Experts(nn.Module):
             rows: [rows, hidden], sorted by expert. counts: int64 [experts], number of rows of each.
             Returns [rows, hidden].
         """
-        return swiglu(rows, counts, (self.gate_proj, self.up_proj, self.down_proj))
+        return self.product(rows, counts, self.weights)
+
+    def product(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """The same with other weights, in the form of `weights`."""
+        return swiglu(rows, counts, weights)
 
 
 def mixed(
@@ -477,7 +489,7 @@ def check_axes(model: nn.Module, sizes: Mapping[str, int]) -> None:
     alone = ("pipeline", "tensor") if is_ours else ("pipeline", "sequence", "tensor")
     cut = [axis for axis in alone if sizes.get(axis, 1) > 1]
     if cut and (is_ours or is_theirs):
-        near = "the data, expert and sequence axes" if is_ours else "the data axis alone"
+        near = "the data, expert and sequence axes" if is_ours else "the data and expert axes"
         raise ConfigError(
             f"a mixture of experts on a {cut[0]} axis: not supported, its balance loss is of whole "
             f"{'models' if is_ours else 'sequences and all layers'}; nearest: {near}"

@@ -20,7 +20,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.methods.pipeline.across import REPLICAS, STAGES
 from thinwire.models import Llama, build_model, build_skeleton
-from thinwire.models.moe import MoELlama
+from thinwire.models.seam import mixture_of
 from thinwire.options import EXPERTS, PIPELINE, model_table
 from thinwire.planner.experts import choose_experts as experts_on
 from thinwire.planner.explain import found_stages, step_of_stages
@@ -184,7 +184,8 @@ def choose_experts(run: Run) -> tuple[Run, list[Row]]:
         batch = derive(config, config.num_shares)
         asked = ExplainConfig(
             nodes=topology.num_nodes, local_size=topology.local_size, model=config.model, seq_len=config.seq_len,
-            micro_batches=batch.accumulation, micro_batch=batch.micro_batch, tables=config.tables,
+            micro_batches=batch.accumulation, micro_batch=batch.micro_batch,
+            dtype="bf16" if config.dtype == "bf16" else "fp32", tables=config.tables,
         )  # fmt: skip
         shape = None if config.finds_expert_ranks else config.mesh_shape
         try:
@@ -212,9 +213,8 @@ def choose_experts(run: Run) -> tuple[Run, list[Row]]:
 
 def sizes_timed(model: nn.Module) -> tuple[int, int, int]:
     """Of two of a mixture's experts, [experts, inner, hidden]; of usual ones where another model is refused later."""
-    if not isinstance(model, MoELlama):
-        return USUAL_EXPERTS
-    return TIMED_EXPERTS, model.config.intermediate_size, model.config.hidden_size
+    sizes = mixture_of(model)
+    return USUAL_EXPERTS if sizes is None else (TIMED_EXPERTS, sizes.inner, sizes.width)
 
 
 def searched(config: TrainConfig, model: Llama, grid: Grid, memory_bytes: float) -> tuple[dict[str, Any], list[Row]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from thinwire.collectives import Topology
 from thinwire.cost import Links
 from thinwire.errors import ConfigError
+from thinwire.hosts.experts.parallel import check_experts
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import (
@@ -22,14 +25,15 @@ from thinwire.methods.experts import (
     choose_way,
     facts,
     idle_s,
-    place_experts,
     room_bytes,
     sent,
     way_text,
 )
+from thinwire.methods.experts.choice import MOVES
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.models.capacity import check_capacity
-from thinwire.models.moe import Experts, MoELlama
+from thinwire.models.moe import MoELlama
+from thinwire.models.seam import MixtureSizes, experts_of, mixture_of
 from thinwire.options import EXPERTS, SEQUENCE
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.report.units import bytes_text, seconds_text
@@ -87,7 +91,7 @@ def choose_experts(
         one = replace(config, tables={**config.tables, EXPERTS: {**stated, "parallel": ranks}})
         try:
             on = shape or with_splits(one, world)
-            seconds[ranks], ways[ranks] = step_seconds(strategy, whole, one, on, links)
+            _, seconds[ranks], ways[ranks] = step_of(strategy, whole, one, on, links)
         except ConfigError as error:
             refused = refused or str(error)
     if not seconds:
@@ -116,48 +120,78 @@ def choose_experts(
 def room_of(whole: nn.Module, config: ExplainConfig, shape: MeshShape, way: ExpertParallel, links: Links) -> int:
     """Bytes of gradients that pass while the backward of a layer leaves the link alone."""
     config = replace(config, tables={**config.tables, EXPERTS: {**config.tables[EXPERTS], "parallel": shape.expert}})
-    model, placement = placed(whole, config, shape)
-    numel = 3 * model.config.hidden_size * model.config.intermediate_size * placement.experts // placement.ranks
-    rows = rows_of(model, placement, config, shape)
+    sizes, placement = placed(whole, config, shape)
+    numel = sizes.expert_numel * placement.experts // placement.ranks
+    rows = rows_of(sizes, placement, config, shape)
     return room_bytes(idle_s(way, placement, rows, numel, local_size(config, shape), links), links)
 
 
-def step_seconds(
+def step_of(
     strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape, links: Links
-) -> tuple[float, dict[ExpertParallel, float]]:
-    """Seconds of a step's messages and of its experts in the best way; and seconds of one layer in each way."""
-    model, placement = placed(whole, config, shape)
-    numel = 3 * model.config.hidden_size * model.config.intermediate_size * placement.experts // placement.ranks
-    rows, of_node = rows_of(model, placement, config, shape), local_size(config, shape)
-    options = options_of(config, shape, model.config.hidden_size)
+) -> tuple[MethodPlan, float, dict[ExpertParallel, float]]:
+    """The plan in the best way, the seconds of its messages and experts; and seconds of one layer in each way.
+
+    Raises ConfigError for what can't work.
+    """
+    sizes, placement = placed(whole, config, shape)
+    numel = sizes.expert_numel * placement.experts // placement.ranks
+    rows, of_node = rows_of(sizes, placement, config, shape), local_size(config, shape)
+    options = options_of(config, shape, sizes.width)
     ways = choose_way(options, placement, rows, numel, of_node, links)
     way = next(iter(ways))
     table = {**config.tables[EXPERTS], **{name: getattr(way, name) for name in CHOSEN}}
     plan = expert_plan(strategy, whole, replace(config, tables={**config.tables, EXPERTS: table}), shape)
     others = {key: num_bytes for key, num_bytes in plan.sent.items() if key[0] != OPERATION}
-    return links.seconds(others) + model.config.num_hidden_layers * config.passes * ways[way], ways
+    return plan, links.seconds(others) + sizes.layers * config.passes * ways[way], ways
 
 
-def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[MoELlama, ExpertPlacement]:
-    """The mixture, and where its experts lie.
+@dataclass(frozen=True)
+class ExpertWay:
+    """What a step takes if `ranks` ranks share the experts and `way` says what travels; 1 rank: all are replicas."""
+
+    ranks: int
+    way: str
+    plan: MethodPlan
+    seconds: float
+
+
+def side_by_side(strategy: Method, whole: nn.Module, config: ExplainConfig, links: Links) -> list[ExpertWay]:
+    """Replicas of all experts, tokens, slices and experts that move, for each number of ranks that can share experts.
+
+    Each by its best route and number of chunks. Codecs and slices are those stated; those of what does not travel are
+    left out.
+    """
+    world, stated, found = MeshShape({"data": config.nodes * config.local_size}), config.tables.get(EXPERTS, {}), []
+    for ranks, move in product(range(1, world.world_size + 1), MOVES):
+        if (ranks == 1 and move != "tokens") or (move == "slices" and stated.get("slices", 1) == 1):
+            continue
+        idle = ("dispatch", "combine", "release") if move == "experts" else ("weights",) if move == "tokens" else ()
+        table = {name: value for name, value in stated.items() if name not in (*idle, "slices" if ranks == 1 else "")}
+        table |= {"parallel": ranks, "move": move, "route": AUTO, "chunks": AUTO}
+        with suppress(ConfigError):
+            one = replace(config, mesh=None, tables={**config.tables, EXPERTS: table})
+            plan, seconds, ways = step_of(strategy, whole, one, with_splits(one, world), links)
+            found.append(ExpertWay(ranks, "replicas" if ranks == 1 else way_text(next(iter(ways))), plan, seconds))
+    return found
+
+
+def placed(model: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[MixtureSizes, ExpertPlacement]:
+    """The sizes of the mixture, and where its experts lie.
 
     Raises ConfigError for another model, and for numbers that don't divide.
     """
-    if not isinstance(model, MoELlama):
+    sizes = mixture_of(model)
+    if sizes is None:
         raise ConfigError(f"experts over {shape.expert} ranks: the model has none; nearest: --model moe-demo")
-    llama = model.config
-    return model, place_experts(
-        options_of(config, shape, llama.hidden_size), llama.num_local_experts, llama.intermediate_size
-    )
+    return sizes, check_experts(model, options_of(config, shape, sizes.width), shape.world_size)
 
 
-def rows_of(model: MoELlama, placement: ExpertPlacement, config: ExplainConfig, shape: MeshShape) -> Rows:
+def rows_of(sizes: MixtureSizes, placement: ExpertPlacement, config: ExplainConfig, shape: MeshShape) -> Rows:
     """The rows of a micro-batch, sent by an even router. Raises ConfigError for a capacity below one row."""
-    num_tokens, mixture = tokens_of(config, shape), model.config
-    top_k = mixture.num_experts_per_tok
-    limit = check_capacity(mixture.capacity_factor, num_tokens, mixture.num_local_experts, top_k)
-    sizes = num_tokens, top_k, mixture.hidden_size
-    return Rows.even(placement, *sizes, torch.float32, placement.ranks // local_size(config, shape), limit)
+    num_tokens, dtype = tokens_of(config, shape), torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    limit = check_capacity(sizes.capacity_factor, num_tokens, sizes.experts, sizes.top_k)
+    nodes = placement.ranks // local_size(config, shape)
+    return Rows.even(placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit)
 
 
 def tokens_of(config: ExplainConfig, shape: MeshShape) -> int:
@@ -176,10 +210,10 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
     Raises ConfigError for a strategy, model or ranks that don't support it.
     """
     check_data_method(strategy)
-    model, placement = placed(whole, config, shape)
+    sizes, placement = placed(whole, config, shape)
     grid = Topology(config.nodes, config.local_size)
-    paths = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Experts))
-    named = dict(model.named_parameters())
+    paths = tuple(f"{name}." for name in experts_of(whole))
+    named = dict(whole.named_parameters())
     experts = {name: placement.part(param, 0) for name, param in named.items() if name.startswith(paths)}
     holders = neighbours(0, shape.expert, shape.sequence)
     same = [rank for rank in range(shape.world_size) if rank // shape.sequence % shape.expert == 0]
@@ -188,15 +222,15 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
     first, second = (
         strategy.plan(holder(tensors), on, config.passes) for tensors, on in ((rest, grid), (experts, replicas))
     )
-    part_numel = sum(param.numel() for param in experts.values()) // model.config.num_hidden_layers
+    part_numel = sum(param.numel() for param in experts.values()) // sizes.layers
     of_layer = sent(
         placement,
-        rows_of(model, placement, config, shape),
-        options_of(config, shape, model.config.hidden_size),
+        rows_of(sizes, placement, config, shape),
+        options_of(config, shape, sizes.width),
         part_numel,
         local_size(config, shape),
     )
-    passes = model.config.num_hidden_layers * config.passes
+    passes = sizes.layers * config.passes
     messages = {
         (OPERATION, level): num_bytes * passes for level, num_bytes in levels_of(of_layer, grid, holders).items()
     }
@@ -233,15 +267,6 @@ def holder(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 def expert_notes(whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> list[Row]:
     """Rows about the placement, and about what the rows of a step send. Raises ConfigError."""
-    model, placement = placed(whole, config, shape)
-    numel = 3 * model.config.hidden_size * model.config.intermediate_size
-    layers, rows = model.config.num_hidden_layers, rows_of(model, placement, config, shape)
-    return facts(
-        options_of(config, shape, model.config.hidden_size),
-        placement,
-        rows,
-        layers,
-        config.passes,
-        numel,
-        local_size(config, shape),
-    )
+    sizes, placement = placed(whole, config, shape)
+    options, rows = options_of(config, shape, sizes.width), rows_of(sizes, placement, config, shape)
+    return facts(options, placement, rows, sizes.layers, config.passes, sizes.expert_numel, local_size(config, shape))

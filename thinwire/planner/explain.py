@@ -35,11 +35,20 @@ from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
 from thinwire.methods.sums import planned_with
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig
+from thinwire.models.seam import mixture_of
 from thinwire.models.tensor import activation_bytes, cut_skeleton, tensor_sizes
 from thinwire.optim import SummingOptimizer
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
-from thinwire.planner.experts import capacity_notes, choose_experts, expert_notes, expert_plan, with_splits
+from thinwire.planner.experts import (
+    ExpertWay,
+    capacity_notes,
+    choose_experts,
+    expert_notes,
+    expert_plan,
+    side_by_side,
+    with_splits,
+)
 from thinwire.planner.forward import kept_of
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import Resident, where_all_lies
@@ -78,6 +87,8 @@ class Explained:
         resident: where the parts of the one strategy lie under a budget.
         optimizer: whose state and messages are counted.
         activations: bytes that a micro-batch keeps on each rank without stages; None: they are not known.
+        expert_ways: of the one strategy, what a step takes for each number of ranks that share the experts of a
+            mixture, and for each way of what travels.
     """
 
     num_parameters: int
@@ -97,6 +108,7 @@ class Explained:
     resident: Resident | None = None
     optimizer: str = ADAMW
     activations: float | None = None
+    expert_ways: Sequence[ExpertWay] = ()
 
     def activations_of(self, name: str) -> float | None:
         """Bytes of the activations of one rank with a strategy; None: they are not known."""
@@ -152,7 +164,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if searched_all:
         config = replace(config, strategy=",".join(SEARCHED))
     names = chosen(config.strategy, problems)
-    laid: LaidOut | None = None
+    laid, asked = None, config
     if not out_of_range:
         with problems.collect():
             laid = laid_out(config, names, *rates)
@@ -187,7 +199,25 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         {name: method.exchanges_every for name, method in methods.items() if method.exchanges_every > 1},
         [name for name, method in methods.items() if method.keeps_whole_weights],
         laid.stages, heaviest, laid.grid, laid.search, resident, config.optimizer, kept,
+        expert_ways(asked, laid, list(methods.values()), *rates),
     )  # fmt: skip
+
+
+def expert_ways(
+    asked: ExplainConfig, laid: LaidOut, methods: Sequence[Method], rate: float | None, local_rate: float | None
+) -> list[ExpertWay]:
+    """The ways of a mixture's rows beside each other, for one strategy, where options of experts are stated."""
+    is_asked = EXPERTS in asked.tables or "expert" in (asked.mesh or "")
+    if not is_asked or len(methods) != 1 or not averages_apart(methods[0]) or mixture_of(laid.whole) is None:
+        return []
+    has_other_axes = laid.shape.pipeline * laid.shape.tensor * laid.shape.sequence > 1 or asked.memory is not None
+    return [] if has_other_axes else side_by_side(methods[0], laid.whole, asked, links_of(asked, rate, local_rate))
+
+
+def links_of(config: ExplainConfig, rate: float | None, local_rate: float | None) -> Links:
+    """Links of the stated bits per second, or of usual ones."""
+    inter, intra = (usual if each is None else each / 8 for each, usual in ((rate, RATE), (local_rate, LOCAL_RATE)))
+    return Links.stated(inter, intra, DELAY_S, config.local_size)
 
 
 def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_rate: float | None) -> LaidOut:
@@ -313,8 +343,7 @@ def found_experts(
         raise ConfigError("--experts.parallel auto finds the expert axis: leave --mesh and --stages out")
     strategies = [strategy_of(name, config) for name in names]
     strategy = next(filter(averages_apart, strategies), strategies[0])
-    inter, intra = (usual if each is None else each / 8 for each, usual in ((rate, RATE), (local_rate, LOCAL_RATE)))
-    links = Links.stated(inter, intra, DELAY_S, config.local_size)
+    links = links_of(config, rate, local_rate)
     shape = None if finds_ranks else mesh_of(config)
     if shape is not None and shape.expert == 1:
         return config, []
@@ -527,7 +556,8 @@ def sequence_notes(config: ExplainConfig, llama: LlamaConfig, shape: MeshShape) 
         return []
     heads, kv_heads = llama.num_attention_heads, llama.num_key_value_heads
     tokens = config.passes * config.micro_batch * config.seq_len
-    attention = Shape(heads, kv_heads, llama.hidden_size // heads, tokens, llama.num_hidden_layers)
+    itemsize = 2 if config.dtype == "bf16" else 4
+    attention = Shape(heads, kv_heads, llama.hidden_size // heads, tokens, llama.num_hidden_layers, itemsize)
     # Links of the usual rates, as a run assumes too, whatever --rate says.
     return facts(options, attention, math.gcd(config.local_size, size))
 
@@ -597,6 +627,8 @@ def notes_on(config: ExplainConfig, names: list[str], counts: bool) -> Iterator[
     for table in sorted(config.tables.keys() - used):
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), "no effect", "nothing that is explained uses it"
+    if config.dtype != ExplainConfig().dtype and not used & {SEQUENCE, EXPERTS} and EXPERTS not in config.tables:
+        yield f"--dtype {config.dtype}", "no effect", "it is of rows that travel, to experts or in a sequence"
     for name in ("model", "tokenizer", "seq_len") if config.parameters is not None else ():
         if getattr(config, name) != getattr(ExplainConfig(), name):
             yield f"{flag(name)} {getattr(config, name)}", "no effect", "--parameters stands for the model"

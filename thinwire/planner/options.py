@@ -61,6 +61,8 @@ class ExplainConfig:
     """Rate of one machine's link to the others, which its ranks share, such as 10gbit; adds a column of seconds."""
     local_rate: str | None = None
     """Rate of one rank's link inside its machine; adds a column of seconds."""
+    dtype: Literal["bf16", "fp32"] = "fp32"
+    """Compute type: what rows of experts and of a sequence travel in, where no codec says otherwise."""
     loss: Literal["auto", "plain", "cut"] = "auto"
     """How the loss is computed, as for `thinwire train`: it sets what the head keeps."""
     gflops: float | None = None

@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from thinwire.errors import Problems
 from thinwire.methods.interface import MethodPlan
 from thinwire.methods.memory import MemoryPart
+from thinwire.planner.experts import ExpertWay
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.options import ExplainConfig
 from thinwire.planner.recipes import print_recipe
@@ -94,6 +95,7 @@ def tables(found: Explained) -> list[Table]:
         between = "" if found.stages is None else " between the replicas of a stage"
         (name,) = found.plans
         made += [parts_of_memory(plan, found.activations_of(name)), parts_of_traffic(plan, steps, between)]
+    made += [ways_of_experts(found.expert_ways)] if found.expert_ways else []
     return made
 
 
@@ -206,6 +208,23 @@ def parts_of_memory(plan: MethodPlan, activations: float | None) -> Table:
         table.add_row(name, bytes_text(num_bytes), MEANINGS.get(name, "kept between steps"))
     if activations is not None:
         table.add_row("activations", bytes_text(activations), "of the micro-batches whose backwards are to come")
+    return table
+
+
+def ways_of_experts(ways: Sequence[ExpertWay]) -> Table:
+    """A table with a row for each number of ranks that share the experts, and for each way of what travels."""
+    title = "what travels in a mixture: seconds of links and experts, for an even router; * the fewest"
+    table = Table("ranks that share experts", "what travels, its best route", title=title, title_justify="left")
+    for head in ("memory", LEVELS["intra"], LEVELS["inter"], "seconds"):
+        table.add_column(head, justify="right")
+    best = min(ways, key=lambda each: (each.seconds, each.ranks))
+    for each in ways:
+        sent = (bytes_text(each.plan.sent_on(level)) for level in ("intra", "inter"))
+        star = " *" if each is best else ""
+        table.add_row(
+            f"{each.ranks}", f"{each.way}{star}", bytes_text(sum(each.plan.memory.values())), *sent,
+            seconds_text(each.seconds),
+        )  # fmt: skip
     return table
 
 

@@ -13,7 +13,7 @@ from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.methods.experts import MEASURE, Load, Rows, WayDictionary, idle_s, room_bytes, way_text
 from thinwire.methods.experts.options import AUTO
 from thinwire.models.capacity import RowLoad, check_capacity
-from thinwire.models.moe import MoELlama
+from thinwire.models.seam import mixture_of
 from thinwire.options import EXPERTS
 from thinwire.report.metrics import TRIED, WayEvent
 from thinwire.run.run import Run
@@ -29,17 +29,17 @@ class WaysInUse:
     """The ways of a run's rows, of which some options are open. Every rank makes one, and calls it alike."""
 
     def __init__(self, run: Run, engine: Engine) -> None:
-        experts, model = engine.stage.experts, engine.model
-        assert run.links is not None and experts is not None and isinstance(model, MoELlama)
-        self.engine, self.experts, self.model = engine, experts, model
-        stated, llama = run.config.tables.get(EXPERTS, {}), model.config
+        experts, sizes = engine.stage.experts, mixture_of(engine.model)
+        assert run.links is not None and experts is not None and sizes is not None
+        self.engine, self.experts, self.sizes = engine, experts, sizes
+        stated = run.config.tables.get(EXPERTS, {})
         names = [name for name in OPEN if stated.get(name) == AUTO]
         way = replace(experts.options, release="auto") if stated.get("release") == AUTO else experts.options
         options = replace(way, **dict.fromkeys(names, AUTO))  # type: ignore[arg-type]
-        numel = 3 * llama.hidden_size * llama.intermediate_size * llama.num_local_experts // experts.placement.ranks
+        numel = sizes.expert_numel * experts.placement.experts // experts.placement.ranks
         self.dictionary = WayDictionary(
             options, way, experts.placement, numel, experts.comm.topology.local_size,
-            llama.num_hidden_layers * engine.batch.accumulation, run.links,
+            sizes.layers * engine.batch.accumulation, run.links,
         )  # fmt: skip
         self._known: Load | None = None
         self._holds = stated.get("release") == AUTO
@@ -99,22 +99,22 @@ class WaysInUse:
 
     def _measure(self) -> None:
         """Measure the links and a product again."""
-        start, llama = time.perf_counter(), self.model.config
+        start = time.perf_counter()
         self.engine.optimizer.synchronize()
-        timed = TIMED_EXPERTS, llama.intermediate_size, llama.hidden_size
+        timed = TIMED_EXPERTS, self.sizes.inner, self.sizes.width
         links = measure_links(self.experts.everyone, timed, [ALL_TO_ALL, SCATTER])
         self.dictionary.renew(links, time.perf_counter() - start)
 
     def _rows(self, load: RowLoad) -> Rows:
         """The rows of a layer and micro-batch, on average; of an even router, if they were not counted."""
-        placement, llama, batch = self.experts.placement, self.model.config, self.engine.batch
+        placement, sizes, batch = self.experts.placement, self.sizes, self.engine.batch
         grid = self.experts.comm.topology
         num_tokens = batch.micro_batch * -(-self.engine.config.seq_len // self.engine.config.mesh_shape.sequence)
-        top_k, num_experts = llama.num_experts_per_tok, llama.num_local_experts
-        limit = check_capacity(self.model.capacity_factor, num_tokens, num_experts, top_k)
+        now = mixture_of(self.engine.model)
+        limit = check_capacity(now.capacity_factor if now else 0.0, num_tokens, sizes.experts, sizes.top_k)
         dtype = torch.bfloat16 if self.engine.dtype == "bf16" else torch.float32
         nodes = placement.ranks // grid.local_size
-        rows = Rows.even(placement, num_tokens, top_k, llama.hidden_size, dtype, nodes, limit)
+        rows = Rows.even(placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit)
         if load.counts is None:
             return rows
         found = load.counts[self.experts.members].mean(1) / batch.accumulation

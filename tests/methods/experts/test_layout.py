@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def test_chunks_are_taken_where_they_hide_work_and_one_is_always_tried() -> None
     working = replace(links, product=Line(0.0, 2e-10))
     assert chosen(working, chunks="auto")[0].num_chunks > 1
     # Messages that cost a processor more than is hidden.
-    dear = replace(working, lines={key: replace(line, alpha_s=0.002) for key, line in working.lines.items()})
+    dear = replace(working, message_s=0.002)
     assert chosen(dear, chunks="auto")[0].num_chunks == 1
     # More latency than there is to hide, on the links or of a product.
     for slow in (replace(working, product=Line(0.01, 2e-10)), replace(Links.stated(1e8, 1e9, 0.05, 2), product=Line())):
@@ -163,3 +164,21 @@ def test_explain_chooses_by_stated_links(capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out
     assert "--experts.move auto --experts.chunks auto" in told and "a simulated layer, forward and backward: " in told
     assert "experts move " in told
+    # Beside each other: replicas, and what travels among 2 and 4 ranks; one of them is marked.
+    table = told.partition("what travels in a mixture")[2].partition("fp32, adamw")[0]
+    ways = [line.split("│")[1:3] for line in table.splitlines() if "│" in line]
+    assert [(ranks.strip(), way.split()[0].strip(",")) for ranks, way in ways] == [
+        ("1", "replicas"), ("2", "tokens"), ("2", "experts"), ("4", "tokens"), ("4", "experts"),
+    ]  # fmt: skip
+    assert sum("*" in way for _, way in ways) == 1
+
+
+def test_rows_are_priced_in_the_compute_type_and_weights_that_move_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--model moe-tiny --nodes 2 --strategy zero --seq-len 64 --mesh data=1,expert=2 --experts.move"
+    told: list[float] = []
+    for move, dtype in product(("tokens", "experts"), ("fp32", "bf16")):
+        assert run_explain([*command.split(), move, "--dtype", dtype]) == 0
+        found = re.search(rf"experts move {move}: ([\d.]+) MB sent", capsys.readouterr().out)
+        assert found is not None
+        told.append(float(found[1]))
+    assert told[0] == pytest.approx(2 * told[1], rel=1e-3) and told[2] == told[3]

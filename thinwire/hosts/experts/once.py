@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.hosts.experts.trip import ExpertWire, Trip
-from thinwire.models.moe import Experts, dtype_of_work, mixed, swiglu
+from thinwire.models.fused import FusedExperts
+from thinwire.models.moe import Experts, dtype_of_work, mixed
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Once:
     exact: ExpertWire
     inner: ExpertWire
 
-    def forward(self, experts: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, experts: Experts | FusedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """See Experts. A collective."""
         num_nodes, per_node, top_k = self.outer.placement.experts, self.inner.placement.experts, index.shape[1]
         node = index // per_node
@@ -45,17 +46,17 @@ class Once:
             chosen = told[:, top_k:].detach().long()
             return mixed(there, chosen, told[:, :top_k], per_node, experts.weigh_inputs, work)
 
-        back = Trip(self.outer, counts).through(x[token].to(dtype_of_work(x, experts.gate_proj)), of_node)
+        back = Trip(self.outer, counts).through(x[token].to(dtype_of_work(x, experts.weights[0])), of_node)
         return back.new_zeros(len(x), x.shape[1]).index_add(0, token, back).to(x.dtype)
 
 
 def work_on(
-    wire: ExpertWire, experts: Experts, rows: Tensor, counts: Tensor, weights: tuple[Tensor, ...] = ()
+    wire: ExpertWire, experts: Experts | FusedExperts, rows: Tensor, counts: Tensor, weights: tuple[Tensor, ...] = ()
 ) -> Tensor:
     """Send rows, sorted by expert, to the experts of a wire's ranks, and return the experts' outputs. A collective.
 
     weights: the weights of this rank's experts; by default its own part.
     """
-    weights = weights or (experts.gate_proj, experts.up_proj, experts.down_proj)
+    weights = weights or experts.weights
     rows = rows.to(dtype_of_work(rows, weights[0]))
-    return Trip(wire, counts).through(rows, lambda rows, counts: swiglu(rows, counts, weights))
+    return Trip(wire, counts).through(rows, lambda rows, counts: experts.product(rows, counts, weights))

@@ -27,7 +27,9 @@ from thinwire.hosts.ranks import along, neighbours
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
 from thinwire.methods.experts.options import CODED, in_groups
-from thinwire.models.moe import Experts, mixed, swiglu
+from thinwire.models.fused import FusedExperts
+from thinwire.models.moe import Experts, mixed
+from thinwire.models.seam import experts_of, module_of
 from thinwire.optim.dion import FACTOR
 from thinwire.state.elementwise import needs_whole_tensors
 from thinwire.state.portable import OPTIMIZER
@@ -109,7 +111,7 @@ class ExpertRanks:
             self._wires[key] = (wire if once is None else once.outer), once
         return self._wires[key]
 
-    def forward(self, experts: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, experts: Experts | FusedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum over each token's experts, see Experts; `watch` takes the time. A collective."""
         x = self.watch.begins(x)
         if self.once is not None:
@@ -121,12 +123,12 @@ class ExpertRanks:
         """The `group_for` of `thinwire.zero`: the ranks that hold replicas of a parameter; None: all."""
         return self.replicas if name in self.shapes else None
 
-    def work(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def work(self, experts: Experts | FusedExperts, rows: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs for this rank's rows, which are sorted by expert; see `Experts.work`. A collective."""
         placement, comm, move = self.placement, self.comm, self.options.move
-        weights: Sequence[Tensor] = (experts.gate_proj, experts.up_proj, experts.down_proj)
+        weights: Sequence[Tensor] = experts.weights
         if move == "experts":
-            return swiglu(rows, counts, Gather.apply(self.wire, range(comm.world_size), placement, *weights))
+            return experts.product(rows, counts, Gather.apply(self.wire, range(comm.world_size), placement, *weights))
         if move == "slices" and placement.slices > 1:
             first = comm.rank - comm.rank % placement.slices
             team = range(first, first + placement.slices)
@@ -274,8 +276,9 @@ def expert_parallel(
     everyone = make(group, local_size=local_size, meter=meter)
     placement = check_experts(model, options, everyone.world_size)
     found = experts_of(model)
-    asked, options = options, options.fitted(next(iter(found.values())).gate_proj.shape[2])
-    tensors = {f"{at}.{name}": param for at, each in found.items() for name, param in each.named_parameters()}
+    modules = {name: module_of(each) for name, each in found.items()}
+    asked, options = options, options.fitted(next(iter(found.values())).width)
+    tensors = {f"{at}.{name}": param for at, each in modules.items() for name, param in each.named_parameters()}
     equal_bits(everyone, [param.data for param in tensors.values()])
     ranks, members = placement.ranks, neighbours(everyone.rank, placement.ranks, stride)
     comm = everyone
@@ -286,9 +289,9 @@ def expert_parallel(
     made = ExpertRanks(options, placement, comm, everyone, shapes, stride, seed, asked)
     for param in tensors.values():
         param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)
-    for experts in found.values():
+    for name, experts in found.items():
         # Compiled layers leave their code for it.
-        experts.forward = torch.compiler.disable(partial(made.forward, experts))  # type: ignore[method-assign]
+        modules[name].forward = torch.compiler.disable(partial(made.forward, experts))
     return made
 
 
@@ -342,19 +345,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, options:
         raise ConfigError(
             f"{name} needs whole matrices, which slices={options.slices} of experts cuts; nearest: slices=1"
         )
-    held = {id(param) for experts in experts_of(model).values() for param in experts.parameters()}
+    held = {id(param) for experts in experts_of(model).values() for param in module_of(experts).parameters()}
     if any(id(param) in held for param in optimizer.state):
         raise ConfigError("the optimizer has taken steps with whole experts: make a new one")
-
-
-def experts_of(model: nn.Module) -> dict[str, Experts]:
-    """The experts of each layer, by the path of their module. Raises ConfigError for a model without experts."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    if not found:
-        raise ConfigError(
-            f"{type(model).__name__} has no experts that can lie on several ranks; nearest: a mixture such as moe-demo"
-        )
-    return found
 
 
 def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> ExpertPlacement:
@@ -368,10 +361,14 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
     placement = None
     with problems.collect():
         first = next(iter(experts_of(model).values()))
-        num_experts, hidden_units, width = first.gate_proj.shape
+        if options.slices > 1 and not first.is_sliceable:
+            raise ConfigError(
+                f"--experts.slices {options.slices}: transformers keeps an expert's hidden units in several ranges, so "
+                "its experts lie whole on a rank; nearest: --experts.slices 1"
+            )
         with problems.collect():
-            placement = place_experts(options, num_experts, hidden_units)
-        problems.note(check_groups, options, width)
+            placement = place_experts(options, first.num_experts, first.inner if first.is_sliceable else 1)
+        problems.note(check_groups, options, first.width)
     problems.raise_any()
     assert placement is not None
     return placement

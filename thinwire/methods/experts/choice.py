@@ -70,9 +70,9 @@ def layer_s(
 ) -> float:
     """Seconds of one layer's forward and backward, simulated; see choose_way."""
     forward, backward = passes(options, placement, rows, part_numel, local_size, links)
-    # Four messages of each further chunk cost a processor what they take where there is hardly a link, one by one.
-    alpha_s = min((line.alpha_s for (name, _), line in links.lines.items() if name == ALL_TO_ALL), default=0.0)
-    more_s = 4 * (len(forward) - 1) * alpha_s
+    # Four messages of each further chunk, and their hops, cost processors that have no time to spare.
+    num_hops = sum(map(len, (forward[0].there, forward[0].back, backward[0].there, backward[0].back)))
+    more_s = num_hops * (len(forward) - 1) * links.message_s
     return passes_s(nodes_of(placement, local_size), forward, backward, links) + more_s
 
 

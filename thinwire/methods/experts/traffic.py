@@ -29,7 +29,7 @@ class Rows:
         counts: [ranks][experts], each rank's rows for each expert.
         entering: [ranks][nodes], tokens of a rank with any expert in a node; for rows that enter a node once.
         top_k: experts of a token; for rows that enter a node once.
-        dtype: of the rows. of_weights: dtype of the weights of a token's experts.
+        dtype: of the rows. of_weights: dtype of the weights of a token's experts. of_experts: of experts that move.
     """
 
     counts: Sequence[Sequence[int]]
@@ -38,6 +38,7 @@ class Rows:
     entering: Sequence[Sequence[int]] = ()
     top_k: int = 1
     of_weights: torch.dtype = torch.float32
+    of_experts: torch.dtype = torch.float32
 
     @classmethod
     def even(
@@ -90,7 +91,7 @@ def legs(
     for source, home in product(range(placement.ranks), repeat=2):
         gathers = options.move == "slices" and placement.team(source) == placement.team(home)
         if source != home and (gathers or options.move == "experts"):
-            size = part_numel // rows.width, rows.width, rows.dtype
+            size = part_numel // rows.width, rows.width, rows.of_experts
             moved[source, home], returned[source, home] = (
                 rows_bytes(*size, options.codec(kind)) for kind in ("weights", "gradients")
             )

@@ -70,12 +70,17 @@ def sent(
     return dict(found)
 
 
+def busiest(sent_bytes: dict[Pair, int]) -> int:
+    """Bytes that the busiest rank sends."""
+    by_rank: dict[int, int] = defaultdict(int)
+    for (rank, _), num_bytes in sent_bytes.items():
+        by_rank[rank] += num_bytes
+    return max(by_rank.values(), default=0)
+
+
 def most_sent(layout: SequenceLayout, shape: Shape, options: SequenceParallel) -> int:
     """Bytes that the busiest rank sends in all layers, forward and backward."""
-    by_rank: dict[int, int] = defaultdict(int)
-    for (rank, _), num_bytes in sent(layout, shape, options.codec("activations"), options.codec("gradients")).items():
-        by_rank[rank] += num_bytes * shape.layers
-    return max(by_rank.values(), default=0)
+    return shape.layers * busiest(sent(layout, shape, options.codec("activations"), options.codec("gradients")))
 
 
 def link_seconds(layout: SequenceLayout, sent_bytes: dict[Pair, int], network: Network) -> float:
@@ -124,13 +129,11 @@ def choose_layout(
             )
         return layout, "stated"
     network = network or assumed(ranks, local_size)
-    seconds = {
-        each: link_seconds(each, sent(each, shape, *codecs), network)
-        for each in candidates(shape, ranks, local_size)[::-1]
-    }
+    traffic = {each: sent(each, shape, *codecs) for each in candidates(shape, ranks, local_size)[::-1]}
+    seconds = {each: link_seconds(each, bytes_of_pairs, network) for each, bytes_of_pairs in traffic.items()}
     best = min(seconds, key=lambda each: seconds[each])
-    shown = ", ".join(f"{each} {1e3 * s:.3g} ms" for each, s in seconds.items())
-    return best, f"seconds of a layer on its links: {shown}"
+    shown = ", ".join(f"{each} {1e3 * s:.3g} ms, {busiest(traffic[each]) / 1e6:.3g} MB" for each, s in seconds.items())
+    return best, f"of a layer, seconds on its links and what a rank sends: {shown}"
 
 
 def facts(options: SequenceParallel, shape: Shape, local_size: int, network: Network | None = None) -> list[Row]:

@@ -1,0 +1,55 @@
+"""`--model hf:DIR --experts.parallel`: experts of transformers over ranks, as in one process, and from checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.commands import check_refused, train_ranks
+
+transformers = pytest.importorskip("transformers")
+STEPS, SAVED = 5, 3
+SMALL = (
+    "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "64", "--lr", "0.003", "--dtype", "fp32",
+    "--eval-sequences", "4", "--sample-tokens", "4", "--timeout", "60", "--local-size", "1", "--strategy", "zero",
+    "--steps", str(STEPS),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("qwen3-moe")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, moe_intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=32, router_aux_loss_coef=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+def test_they_train_as_one_process_and_move_to_other_ranks(model: str, tmp_path: Path) -> None:
+    rows = [
+        ("alone", 1, "", ""),
+        ("two", 2, f"--experts.parallel 2 --experts.move auto --experts.chunks auto --stop-at {SAVED}", ""),
+        ("one", 1, "--experts.parallel 1", "two"),
+    ]
+    alone, two, one = (
+        train_ranks(tmp_path, name, ranks, ["--model", model, *SMALL, *flags.split()], origin)
+        for name, ranks, flags, origin in rows
+    )
+    losses = [line["loss"] for line in alone["steps"].values()]
+    assert [line["loss"] for line in two["steps"].values()] == pytest.approx(losses[:SAVED], rel=1e-5)
+    assert [line["loss"] for line in one["steps"].values()] == pytest.approx(losses, rel=1e-5)
+    assert one["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
+    assert "2 of 4 experts a rank" in two["printed"] and "resume proven" in one["printed"]
+    assert "a simulated layer, forward and backward: " in two["printed"]
+    assert all(line["experts_s"] > 0 and line["predicted_experts_s"] > 0 for line in two["steps"].values())
+
+
+def test_slices_of_them_are_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--model", model, "--workers", "2", "--experts.parallel", "2", "--experts.slices", "2"]
+    check_refused(tmp_path, flags, "its experts lie whole on a rank; nearest: --experts.slices 1", monkeypatch)

@@ -1,0 +1,64 @@
+"""What all mixtures of experts have in common, thinwire's and those of transformers: their experts, and their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from thinwire.errors import ConfigError
+from thinwire.models.fused import FusedExperts, fused_experts
+from thinwire.models.hf import HFCausalLM
+from thinwire.models.moe import Experts, MoELlama
+
+
+@dataclass(frozen=True)
+class MixtureSizes:
+    """Sizes of a mixture: layers with experts, experts of each, their inner width, the rows' width, experts of a token.
+
+    capacity_factor: of the next forward; 0: no row is dropped.
+    """
+
+    layers: int
+    experts: int
+    inner: int
+    width: int
+    top_k: int
+    capacity_factor: float = 0.0
+
+    @property
+    def expert_numel(self) -> int:
+        """Elements of one expert's three matrices."""
+        return 3 * self.inner * self.width
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts | FusedExperts]:
+    """The experts of each layer, by the path of their module.
+
+    Raises ConfigError for a model without experts, and for packed experts of transformers of an unknown form.
+    """
+    own = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    found: dict[str, Experts | FusedExperts] = {**own, **(fused_experts(model) if not own else {})}
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no experts that can lie on several ranks; nearest: a mixture such as moe-demo"
+        )
+    return found
+
+
+def module_of(experts: Experts | FusedExperts) -> nn.Module:
+    """The module that the model calls."""
+    return experts.module if isinstance(experts, FusedExperts) else experts
+
+
+def mixture_of(model: nn.Module) -> MixtureSizes | None:
+    """The sizes of a mixture; None for another model."""
+    if isinstance(model, MoELlama):
+        own, factor = model.config, model.capacity_factor
+        sizes = own.num_hidden_layers, own.num_local_experts, own.intermediate_size, own.hidden_size
+        return MixtureSizes(*sizes, own.num_experts_per_tok, factor)
+    found = list(fused_experts(model).values()) if isinstance(model, HFCausalLM) else []
+    if not found or not isinstance(model, HFCausalLM):
+        return None
+    first = found[0]
+    return MixtureSizes(len(found), first.num_experts, first.inner, first.width, model.model.config.num_experts_per_tok)

@@ -27,9 +27,9 @@ def ways(folder: Path) -> dict[str, Residency | None]:
     return {
         "memory": None,
         "1024": Residency(store=store, sub_group=1024),
-        "99328": Residency(store=store, sub_group=99_328),
+        "99328": Residency(store=store, sub_group=99_328, gradients="disk"),
         "all": Residency(store=store, memory="100gb"),
-        "weights": Residency(store=store, sub_group=1024, weights="disk"),
+        "weights": Residency(store=store, sub_group=1024, weights="disk", gradients="disk"),
         "int8": Residency(store=store, sub_group=1024, states="int8/64"),
         "int8, all": Residency(store=store, memory="100gb", states="int8/64"),
         "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),

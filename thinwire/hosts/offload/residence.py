@@ -12,6 +12,7 @@ from thinwire.checkpoint import Snapshot
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hosts.offload.activations import recompute
+from thinwire.hosts.offload.gradients import GradientsOnDisk
 from thinwire.hosts.offload.journal import Journal
 from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.hosts.offload.replicas import Replicas, is_large
@@ -39,6 +40,7 @@ class Residence:
         holds_states: masters and the optimizer's state lie on the disk.
         replicas: the weights on the disk; None: all weights are in memory.
         num_layers: number of layers that are recomputed in backward.
+        gradients: the mean gradients on the disk; None: all are in memory.
         sampler: keeps a sample of activations; None: all are kept.
         journal: makes every step durable; None: only checkpoints are.
     """
@@ -52,6 +54,7 @@ class Residence:
         self.room, self.holds_states, self._num_updates = MemoryRoom(residency.memory_bytes), states, 0
         self.journal = Journal(residency.folder, comm) if residency.durable else None
         self.replicas: Replicas | None = None
+        self.gradients: GradientsOnDisk | None = None
         self._states: StatesOnDisk | None = None
         self._pieces: PiecesOnDisk | None = None
         held = [layout for unit in units for layout in unit.layouts]
@@ -85,6 +88,9 @@ class Residence:
         """Register a new bucket."""
         if self.replicas is not None:
             self.replicas.take(bucket)
+        if self.options.gradients == "disk":
+            # Those of the next bucket take its place.
+            bucket.shard_grad.untyped_storage().resize_(0)
         for slot in bucket.slots:
             slot.param.register_post_accumulate_grad_hook(lambda _: self.room.look())
 
@@ -97,6 +103,10 @@ class Residence:
     def states(self, inner: torch.optim.Optimizer, weights: Weights, layout: Mapping[str, Any]) -> StatesOnDisk:
         """The object that holds masters and the optimizer's state on the disk. layout: see `layout_of`."""
         self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace, self.journal, layout)
+        if self.options.gradients == "disk":
+            held = [bucket for unit in weights.units for bucket in unit.buckets]
+            self.gradients = GradientsOnDisk(self.options.folder, held, self.meter, self.pace)
+            self._states.gradients = self.gradients
         return self._states
 
     def pieces(self, inner: SummingOptimizer, weights: Weights, parts: Mapping[str, Part]) -> PiecesOnDisk:
@@ -155,6 +165,10 @@ class Residence:
             rows.append(("masters and optimizer state", where, why or "one piece of a tensor is in memory at a time"))
         if self.journal is not None:
             rows.append(self.journal.row)
+        if self.gradients is not None:
+            step_bytes += self.gradients.num_bytes
+            where = f"{self.gradients.num_bytes / 1e6:.3f} MB on this rank's disk"
+            rows.append(("gradients", where, "each bucket's mean waits there for its update"))
         if self.replicas is not None:
             replicas = self.replicas
             step_bytes += replicas.total_bytes
@@ -168,7 +182,7 @@ class Residence:
         if self.num_layers:
             rows.append(("activations", f"{self.num_layers} layers keep their inputs", "the rest is computed again"))
         files = list(self._states.shelf.files.values()) if self._states is not None else []
-        files += [each.file for each in (self.replicas, self._pieces) if each is not None]
+        files += [each.file for each in (self.replicas, self.gradients, self._pieces) if each is not None]
         if not all(file.is_direct for file in files):
             rows.append(("O_DIRECT", "no", "this file system refuses it: pages are dropped after each write"))
         done = self.meter.snapshot()
@@ -187,6 +201,8 @@ class Residence:
         """Free memory and disk space."""
         if self._states is not None:
             self._states.shelf.close()
+        if self.gradients is not None:
+            self.gradients.close()
         if self._pieces is not None:
             self._pieces.close()
         if self.replicas is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.buckets import Unit
+from thinwire.methods.interface import MethodPlan
 from thinwire.methods.memory.residency import FP32_BYTES, LEAST_SUB_GROUP, Residency
 from thinwire.methods.sharded import ShardedMethod
 
@@ -21,6 +22,8 @@ NUM_PASSING = 3
 NUM_STATES = 3
 # Buckets of weights in memory at a time, and of gradients: one computes, one travels.
 NUM_BUCKETS = 2
+# Of mean gradients that wait on a disk: two are written, or read and stepped, while one is reduced or sent.
+NUM_MEANS = 3
 # Where weights and gradients would leave less than a third of the budget to all else, they are better on a disk.
 MOST_SHARE = 2 / 3
 # Of the budget, what the floor and all activations may take: packets and sub-groups in passing need the rest.
@@ -45,13 +48,17 @@ class Floor:
         if residency.optimizer != "memory":
             passing = NUM_PASSING * NUM_STATES * FP32_BYTES * (residency.sub_group or LEAST_SUB_GROUP)
             disk, parts["optimizer"] = residency.disk_bytes(plan.optimizer), min(passing, plan.optimizer)
+        largest = max((FP32_BYTES * unit.numel for unit in units_of(method, model, topology)), default=0)
+        mean = mean_bytes(plan)
+        own = plan.gradients - mean
         if residency.weights == "disk":
-            largest = max((FP32_BYTES * unit.numel for unit in units_of(method, model, topology)), default=0)
             disk += plan.weights
             parts["weights"] = min(NUM_BUCKETS * largest, plan.weights)
             if micro_batches == 1:
-                mean = plan.weights // topology.world_size
-                parts["gradients"] = min(mean + NUM_BUCKETS * largest, plan.gradients)
+                own = min(own, NUM_BUCKETS * largest)
+        if residency.gradients == "disk":
+            disk, mean = disk + mean, min(mean, NUM_MEANS * largest // topology.world_size)
+        parts["gradients"] = own + mean
         return cls({name: num_bytes for name, num_bytes in parts.items() if num_bytes}, disk)
 
     @property
@@ -72,6 +79,11 @@ class Floor:
         )
 
 
+def mean_bytes(plan: MethodPlan) -> int:
+    """Bytes of the mean gradients of which a rank has the masters."""
+    return plan.optimizer // NUM_STATES
+
+
 def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tuple[Unit, ...]:
     """The buckets of a model, of which only shapes are used."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -80,18 +92,32 @@ def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tup
 
 def settled(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1,
-    kept: int | None = None,
+    kept: int | None = None, *, across: bool = False,
 ) -> Residency:  # fmt: skip
-    """The residency with `auto` decided for weights and activations.
+    """The residency with `auto` decided for weights, gradients and activations.
 
-    model: only its shapes are used. kept: bytes that a forward keeps for its backward; None: not known.
+    Gradients move less than what a step moves anyway; to compute layers again takes a third more time. So of the ways
+    that fit, the first of these is taken: both in memory; gradients on the disk; layers computed again; both.
+
+    Args:
+        model: only its shapes are used.
+        kept: bytes that a forward keeps for its backward; None: not known.
+        across: the optimizer looks across matrices, and its gradients stay in memory.
     """
     residency = _with_weights(residency, method, model, topology, micro_batches)
-    if residency.activations != "auto":
-        return residency
-    floor, budget = Floor.of(residency, method, model, topology, micro_batches), residency.memory_bytes
-    is_tight = kept is not None and budget is not None and floor.num_bytes + kept > FULL_SHARE * budget
-    return replace(residency, activations="recompute" if is_tight else "keep")
+    gradients, activations = [residency.gradients], [residency.activations]
+    if residency.gradients == "auto":
+        gradients = ["memory"] if across or residency.optimizer == "memory" else ["memory", "disk"]
+    if residency.activations == "auto":
+        activations = ["keep"] if kept is None else ["keep", "recompute"]
+    ways = [replace(residency, gradients=g, activations=a) for a in activations for g in gradients]
+    budget = residency.memory_bytes
+    if budget is None:
+        return ways[0]
+    least = [Floor.of(way, method, model, topology, micro_batches).num_bytes for way in ways]
+    room = [num + (kept or 0 if way.activations == "keep" else 0) for num, way in zip(least, ways, strict=True)]
+    fitting = [way for way, num_bytes in zip(ways, room, strict=True) if num_bytes <= FULL_SHARE * budget]
+    return (fitting or ways[-1:])[0]
 
 
 def _with_weights(

@@ -9,7 +9,7 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
-from thinwire.methods.memory.floor import NUM_STATES, Floor, units_of
+from thinwire.methods.memory.floor import NUM_STATES, Floor, mean_bytes, units_of
 from thinwire.methods.memory.residency import FP32_BYTES, Residency
 from thinwire.methods.sharded import ShardedMethod
 
@@ -42,7 +42,8 @@ def placed(
     With W bytes of weights on the disk, of which C stay in memory, and m micro-batches, a step reads (2 m + 1) (W - C),
     or (3 m + 1) (W - C) if layers are recomputed, and writes W, or nothing if all stay. Tables of which a forward takes
     rows are read once, for the update, and stay last; their rows are not counted. States are read and written
-    except those that stay. A durable step writes all of them, and the weights that belong to this rank's masters.
+    except those that stay. A durable step writes all of them, and the weights that belong to this rank's masters. Mean
+    gradients are written and read once, if they lie on the disk.
 
     residency: without "auto" for weights. kept: bytes that a forward keeps. model: only its shapes are used.
     """
@@ -52,7 +53,10 @@ def placed(
     passing = min(3 * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES), plan.optimizer)
     left = 0 if budget is None else stays(budget - floor.num_bytes - passing - kept)
     for name, num_bytes in floor.parts.items():
-        if name not in ("weights", "optimizer"):
+        if name == "gradients" and residency.gradients == "disk":
+            mean = mean_bytes(plan)
+            yield MemoryPart(name, num_bytes, mean, mean, mean)
+        elif name not in ("weights", "optimizer"):
             yield MemoryPart(name, num_bytes)
     yield MemoryPart("activations", kept)
     if residency.weights == "disk":

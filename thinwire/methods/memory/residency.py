@@ -61,6 +61,9 @@ class Residency:
     weights: Literal["auto", "memory", "disk"] = "auto"
     """Where whole weights lie: memory, disk, or auto: on the disk if the budget is too small for them and their
     gradients."""
+    gradients: Literal["auto", "memory", "disk"] = "auto"
+    """Where mean gradients wait for the update: memory, disk, or auto: on the disk if the budget is too small for
+    them."""
     optimizer: Literal["auto", "memory", "disk"] = "auto"
     """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
     states: str = FP32
@@ -102,6 +105,11 @@ class Residency:
             problems.messages.append(
                 "--residency.durable: keeps what lies on a disk, and --residency.optimizer is memory; nearest: "
                 "--residency.optimizer disk"
+            )
+        if self.gradients == "disk" and self.optimizer == "memory":
+            problems.messages.append(
+                "--residency.gradients disk: they wait there for states that pass through memory, and "
+                "--residency.optimizer is memory; nearest: --residency.optimizer disk, or --residency.gradients memory"
             )
         problems.raise_any()
 

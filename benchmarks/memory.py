@@ -91,7 +91,7 @@ def stated_bytes(words: list[str]) -> int:
     assert isinstance(run.strategy, ShardedMethod)
     batch = derive(run.config, run.config.num_shares)
     topology = Topology.stated(run.config.world_size, run.config.local_size or run.config.workers)
-    parts = placed(residency, run.strategy, skeleton, topology, batch.accumulation, 0)
+    parts = placed(residency, run.strategy, skeleton, topology, batch.accumulation)
     return sum(part.read + part.written for part in parts)
 
 

@@ -22,7 +22,7 @@ GROUPS = {
         "micro_batch", "lr", "seed", "run_dir", "resume", "overwrite", "dry_run",
     ),
     "machines": ("local_size", "mesh", "stages", "tensor", "order", "plan", "join", "nodes", "node", "timeout"),
-    "memory": ("memory", "store"),
+    "memory": ("memory", "store", "activations", "slices"),
     "data": ("text_field", "documents", "tokenizer", "cache_dir"),
     "training": (
         "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "compile", "loss",

@@ -305,6 +305,15 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     if config.compile and (residency.weights == "disk" or residency.activations not in ("auto", "keep")):
         what = "weights or activations that come and go, or samples of them,"
         problems.messages.append(f"--compile: {what} can't be compiled; leave it out")
+    micro_batch = derive(config, config.num_shares).micro_batch
+    if residency.is_sliced and config.documents:
+        problems.messages.append(
+            "--slices with --documents: the bounds of documents are those of a whole batch; leave one of both out"
+        )
+    elif residency.is_sliced and residency.slices is not None and residency.slices > micro_batch:
+        problems.messages.append(
+            f"--slices {residency.slices}: a micro-batch has {micro_batch} sequences; nearest: --slices {micro_batch}"
+        )
     problems.note(floor.check, residency.memory_bytes)
     if floor.disk:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))

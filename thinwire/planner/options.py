@@ -72,6 +72,10 @@ class ExplainConfig:
     a disk, and what a step moves."""
     disk_rate: str | None = None
     """Rate of each rank's disk, such as 500MB/s, with --memory; adds the disk's seconds."""
+    activations: str | None = None
+    """What a forward keeps, as for `thinwire train`, with --memory."""
+    slices: int | None = None
+    """Parts of a micro-batch that each layer computes in turn, as for `thinwire train`, with --memory."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
     @property

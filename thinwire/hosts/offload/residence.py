@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.checkpoint import Snapshot
 from thinwire.collectives import Communicator
@@ -14,6 +14,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hosts.offload.activations import recompute
 from thinwire.hosts.offload.gradients import GradientsOnDisk
 from thinwire.hosts.offload.journal import Journal
+from thinwire.hosts.offload.norms import SeenNorms
 from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.hosts.offload.replicas import Replicas, is_large
 from thinwire.hosts.offload.room import MemoryRoom, give_pages_back
@@ -49,7 +50,7 @@ class Residence:
         self, residency: Residency, units: Sequence[Unit], *, weights: bool, states: bool, num_layers: int,
         sampler: RowSampler | None, comm: Communicator,
     ) -> None:  # fmt: skip
-        self.num_layers, self.sampler = num_layers, sampler
+        self.num_layers, self.sampler, self._comm = num_layers, sampler, comm
         self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
         self.room, self.holds_states, self._num_updates = MemoryRoom(residency.memory_bytes), states, 0
         self.journal = Journal(residency.folder, comm) if residency.durable else None
@@ -78,11 +79,20 @@ class Residence:
         if weights and (cut or device.type != "cpu"):
             why = "are cut over ranks already" if cut else f"lie on {device}"
             raise ConfigError(f"residency: weights that {why} can't lie on a disk; nearest: weights='memory'")
-        num_layers = recompute(model) if residency.activations == "recompute" else 0
+        num_layers = recompute(model, residency.slices or 1) if residency.activations == "recompute" else 0
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
         if not (weights or states or num_layers or sampler):
             return None
         return cls(residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler, comm=comm)
+
+    def note_sequences(self, numbers: Tensor) -> None:
+        """See ParallelOptimizer."""
+        if self.sampler is None:
+            return
+        if self.sampler.seen is None:
+            folder = None if self.options.store is None else self.options.folder
+            self.sampler.seen = SeenNorms(self._comm, folder, self.meter)
+        self.sampler.seen.begin(numbers)
 
     def take(self, bucket: FlatBucket) -> None:
         """Register a new bucket."""
@@ -181,6 +191,9 @@ class Residence:
             rows.append(("activations", what, "the gradient of their weights is an estimate without bias"))
         if self.num_layers:
             rows.append(("activations", f"{self.num_layers} layers keep their inputs", "the rest is computed again"))
+        if options.is_sliced:
+            what = f"{options.slices} parts of a micro-batch, one after another in each layer"
+            rows.append(("slices", what, "weights are read once for all of them"))
         files = list(self._states.shelf.files.values()) if self._states is not None else []
         files += [each.file for each in (self.replicas, self.gradients, self._pieces) if each is not None]
         if not all(file.is_direct for file in files):
@@ -199,6 +212,8 @@ class Residence:
 
     def close(self) -> None:
         """Free memory and disk space."""
+        if self.sampler is not None and self.sampler.seen is not None:
+            self.sampler.seen.close()
         if self._states is not None:
             self._states.shelf.close()
         if self.gradients is not None:

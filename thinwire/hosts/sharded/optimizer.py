@@ -230,6 +230,10 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self.memory.state.scale_residuals(self._clipping.note(float(norm), max_norm))
         return norm
 
+    def note_sequences(self, numbers: Tensor) -> None:
+        if self._residence is not None:
+            self._residence.note_sequences(numbers)
+
     def synchronize(self) -> None:
         """Bring the whole updated weights to this rank, where they stay until the next backward.
 

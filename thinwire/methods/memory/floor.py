@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -11,11 +12,13 @@ from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.buckets import Unit
 from thinwire.methods.interface import MethodPlan
-from thinwire.methods.memory.residency import FP32_BYTES, LEAST_SUB_GROUP, Residency
+from thinwire.methods.memory.residency import FP32_BYTES, PASSING_SHARE, Residency
 from thinwire.methods.sharded import ShardedMethod
 
 # Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
 PROCESS_BYTES = 480_000_000
+# Temporary tensors of kernels, and what the allocator can't give back.
+KERNEL_BYTES = 64_000_000
 # Sub-groups that are in memory at a time.
 NUM_PASSING = 3
 # Master, and AdamW's two moments.
@@ -26,27 +29,40 @@ NUM_BUCKETS = 2
 NUM_MEANS = 3
 # Where weights and gradients would leave less than a third of the budget to all else, they are better on a disk.
 MOST_SHARE = 2 / 3
-# Of the budget, what the floor and all activations may take: packets and sub-groups in passing need the rest.
-FULL_SHARE = 0.8
+# Scratch memory of the messages of a bucket, over its size: gradients as sent, and packets; and messages under way.
+PACKET_SHARE, NUM_SENT = 1.5, 2
+# Of the budget, what the floor may take for a way to be chosen.
+FULL_SHARE = 0.9
+# Bytes that a forward keeps for its backward, by "keep" and "recompute".
+Kept = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Bytes that a process needs, by part, under its residency; without activations. disk: bytes on the disk."""
+    """Bytes that a process needs, by part, under its residency.
+
+    Attributes:
+        disk: bytes on the disk.
+        is_whole: activations are among the parts.
+        passing: bytes of sub-groups, a share of the budget that is part of the floor.
+    """
 
     parts: dict[str, int]
     disk: int
+    is_whole: bool
+    passing: int = 0
 
     @classmethod
     def of(
-        cls, residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int
-    ) -> Floor:
-        """The least memory of a rank. model: only its shapes are used."""
+        cls, residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int,
+        kept: Kept | None = None,
+    ) -> Floor:  # fmt: skip
+        """The least memory of a rank. model: only its shapes are used. kept: see `settled`."""
         plan = method.plan(model, topology, micro_batches)
-        parts = {"process": PROCESS_BYTES} | plan.memory
-        disk = 0
+        parts = {"process": PROCESS_BYTES, "kernels": KERNEL_BYTES} | plan.memory
+        disk = passing = 0
         if residency.optimizer != "memory":
-            passing = NUM_PASSING * NUM_STATES * FP32_BYTES * (residency.sub_group or LEAST_SUB_GROUP)
+            passing = NUM_PASSING * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES)
             disk, parts["optimizer"] = residency.disk_bytes(plan.optimizer), min(passing, plan.optimizer)
         largest = max((FP32_BYTES * unit.numel for unit in units_of(method, model, topology)), default=0)
         mean = mean_bytes(plan)
@@ -59,7 +75,12 @@ class Floor:
         if residency.gradients == "disk":
             disk, mean = disk + mean, min(mean, NUM_MEANS * largest // topology.world_size)
         parts["gradients"] = own + mean
-        return cls({name: num_bytes for name, num_bytes in parts.items() if num_bytes}, disk)
+        if topology.world_size > 1:
+            parts["packets"] = int(NUM_SENT * PACKET_SHARE * largest)
+        if kept is not None:
+            parts["activations"] = kept["recompute" if residency.activations == "recompute" else "keep"]
+        found = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+        return cls(found, disk, kept is not None, 0 if residency.sub_group else passing)
 
     @property
     def num_bytes(self) -> int:
@@ -70,12 +91,12 @@ class Floor:
         if memory_bytes is None or memory_bytes >= self.num_bytes:
             return
         listed = ", ".join(f"{name} {num_bytes / 1e6:.0f} MB" for name, num_bytes in self.parts.items())
-        # Beside the floor, activations need room.
-        least = math.ceil(self.num_bytes / FULL_SHARE / 1e6)
+        # A larger budget has larger sub-groups.
+        least = math.ceil(max(self.num_bytes, (self.num_bytes - self.passing) / (1 - PASSING_SHARE)) / 1e6)
         ranks = ", or more ranks" if self.num_bytes > 2 * PROCESS_BYTES else ""
         raise ConfigError(
-            f"--memory of {memory_bytes / 1e6:.0f} MB is below the floor of {self.num_bytes / 1e6:.0f} MB: {listed}, "
-            f"before activations; nearest: --memory {least}mb{ranks}"
+            f"--memory of {memory_bytes / 1e6:.0f} MB is below the floor of {self.num_bytes / 1e6:.0f} MB: {listed}"
+            f"{'' if self.is_whole else ', before activations'}; nearest: --memory {least}mb{ranks}"
         )
 
 
@@ -92,7 +113,7 @@ def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tup
 
 def settled(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1,
-    kept: int | None = None, *, across: bool = False,
+    kept: Kept | None = None, *, across: bool = False,
 ) -> Residency:  # fmt: skip
     """The residency with `auto` decided for weights, gradients and activations.
 
@@ -101,7 +122,8 @@ def settled(
 
     Args:
         model: only its shapes are used.
-        kept: bytes that a forward keeps for its backward; None: not known.
+        kept: bytes that a forward keeps for its backward if activations are kept, and if layers are computed again;
+            None: not known.
         across: the optimizer looks across matrices, and its gradients stay in memory.
     """
     residency = _with_weights(residency, method, model, topology, micro_batches)
@@ -110,14 +132,13 @@ def settled(
         gradients = ["memory"] if across or residency.optimizer == "memory" else ["memory", "disk"]
     if residency.activations == "auto":
         activations = ["keep"] if kept is None else ["keep", "recompute"]
+        activations = ["recompute"] if residency.is_sliced else activations
     ways = [replace(residency, gradients=g, activations=a) for a in activations for g in gradients]
     budget = residency.memory_bytes
     if budget is None:
         return ways[0]
-    least = [Floor.of(way, method, model, topology, micro_batches).num_bytes for way in ways]
-    room = [num + (kept or 0 if way.activations == "keep" else 0) for num, way in zip(least, ways, strict=True)]
-    fitting = [way for way, num_bytes in zip(ways, room, strict=True) if num_bytes <= FULL_SHARE * budget]
-    return (fitting or ways[-1:])[0]
+    least = {way: Floor.of(way, method, model, topology, micro_batches, kept).num_bytes for way in ways}
+    return next((way for way in ways if least[way] <= FULL_SHARE * budget), min(ways, key=least.__getitem__))
 
 
 def _with_weights(

@@ -73,6 +73,9 @@ class Residency:
     """What a forward keeps for its backward: keep: everything; recompute: only each layer's input, and the rest is
     computed again; sample:0.3: that share of the rows of what linear layers are given, by which the gradient of weights
     is estimated without bias; auto: in `thinwire train`, recompute if the budget needs it."""
+    slices: int | None = None
+    """Parts of a micro-batch that a layer computes one after another, so that its weights are read once for all of
+    them. Layers are then recomputed."""
     sub_group: int | None = None
     """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget."""
     durable: bool = False
@@ -95,6 +98,13 @@ class Residency:
             near = max(1, round(self.sub_group / LEAST_SUB_GROUP)) * LEAST_SUB_GROUP
             rule = f"must be a multiple of {LEAST_SUB_GROUP}"
             problems.messages.append(f"--residency.sub-group {self.sub_group}: {rule}; nearest: {near}")
+        if isinstance(self.slices, int) and self.slices < 1:
+            problems.messages.append(f"--residency.slices {self.slices}: must be at least 1; nearest: 1")
+        elif self.is_sliced and self.activations not in ("auto", "recompute"):
+            problems.messages.append(
+                f"--residency.slices {self.slices}: with activations {self.activations} a layer keeps those of all "
+                "slices; nearest: --residency.activations recompute"
+            )
         codec = problems.note(codec_of, self, "states", MOMENTS)
         if codec is not None and not codec.traits.lossless and self.optimizer == "memory":
             problems.messages.append(
@@ -122,6 +132,11 @@ class Residency:
     def sampled(self) -> float | None:
         """The share of rows that is kept of the inputs of linear layers; None: all."""
         return share_of(self.activations)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether layers compute a micro-batch in several parts."""
+        return isinstance(self.slices, int) and self.slices > 1
 
     @property
     def rate(self) -> float | None:

@@ -134,6 +134,7 @@ class Engine:
         self.end = corpus.tokenizer.end_of_document if config.documents else None
         # Of the sequences of each micro-batch of the step.
         self._numbers: list[Tensor] = []
+        self._come_again = config.steps * self.loader.sequences_per_step > self.loader.num_sequences
         self._forward_s = 0.0
         if self.distillation is not None and self.distillation.weight is None:
             self.distillation.weight = self._even_weight(self.distillation)
@@ -205,7 +206,7 @@ class Engine:
     def _loss_of(self, module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """The loss of one micro-batch; the forward's seconds are counted."""
         start = time.perf_counter()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._come_again:
             # A micro-batch may be passed more than once.
             self._numbers.append(self._numbers.pop(0))
             self.optimizer.note_sequences(self._numbers[-1])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from thinwire.errors import ConfigError
+from thinwire.hosts.offload import spill
 from thinwire.hosts.offload.activations import in_slices, kept_by, kept_bytes, recompute
 from thinwire.losses import cut_loss
 from thinwire.models.llama import PRESETS, Llama
+from thinwire.tiers import Pace, TierMeter
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -58,3 +61,28 @@ def test_slices_cut_what_belongs_to_sequences_and_nothing_else() -> None:
     found, nothing = in_slices(layer, 3, x, table, positions=positions, pair=pair)
     assert torch.equal(found, x + positions.unsqueeze(-1) + pair[0]) and nothing is None
     assert seen == [[2, 4, 2, 2], [1, 4, 1, 1], [1, 4, 1, 1]]
+
+
+def test_activations_on_a_disk_are_written_once_and_their_places_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill, "SMALL_BYTES", 0)
+    config = replace(PRESETS["tiny"], vocab_size=64)
+    plain, away = Llama(config), Llama(config)
+    meter = TierMeter()
+    disk = spill.ActivationsOnDisk(away, tmp_path, meter, Pace(None))
+    tokens = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+    ends = []
+    for _ in range(2):
+        losses = [model(tokens, tokens) for model in (plain, away)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for one, other in zip(plain.parameters(), away.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+        ends.append(disk._end)
+        del losses, loss
+    moved = meter.snapshot()
+    assert ends[0] == ends[1] and moved.written_bytes == 2 * ends[0] and moved.read_bytes > moved.written_bytes
+    disk.close()

@@ -14,7 +14,7 @@ from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload import replicas
+from thinwire.hosts.offload import replicas, spill
 from thinwire.layout import buckets
 
 NAMES = ("zero", "sdp4bit-loco", "frontier")
@@ -34,6 +34,8 @@ def ways(folder: Path) -> dict[str, Residency | None]:
         "int8, all": Residency(store=store, memory="100gb", states="int8/64"),
         "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
         "slices": Residency(store=store, weights="disk", optimizer="memory", slices=2),
+        "offload": Residency(store=store, optimizer="memory", activations="offload"),
+        "all away": Residency(store=store, weights="disk", activations="offload"),
     }
 
 
@@ -45,7 +47,7 @@ def sampled(folder: Path, weights: Any) -> Residency:
 def cut_small() -> None:
     """Let every matrix be a bucket of its own, and none of them too small for the disk."""
     buckets.DEFAULT_BUCKET_NUMEL = buckets.MIN_BLOCKS_PER_SHARD = 1
-    replicas.SMALL_NUMEL = 0
+    replicas.SMALL_NUMEL = spill.SMALL_BYTES = 0
 
 
 def followed(replica: Replica, first: int, num: int) -> list[Any]:
@@ -218,7 +220,7 @@ def assert_same(one: Any, other: Any) -> None:
 def test_a_disk_changes_no_bit(first: list[dict[Any, Any]]) -> None:
     for told in first:
         for name in NAMES:
-            for way in ("1024", "99328", "all", "weights", "recompute"):
+            for way in ("1024", "99328", "all", "weights", "recompute", "offload", "all away"):
                 for part in (0, 1):
                     assert_same(told[name, way][part], told[name, "memory"][part])
 

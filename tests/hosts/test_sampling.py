@@ -207,7 +207,7 @@ def test_norms_of_gradients_follow_their_sequences_to_other_ranks(tmp_path: Path
     [
         ("sample:0", "activations 'sample:0': the share must be above 0 and at most 1; nearest: 0.1"),
         ("sample:1.5", "nearest: 1"),
-        ("sample", "must be one of auto, keep, recompute, sample:0.3"),
+        ("sample", "must be one of auto, keep, recompute, offload, sample:0.3"),
         ("recomput", "did you mean 'recompute'"),
     ],
 )

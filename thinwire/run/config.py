@@ -148,8 +148,8 @@ class TrainConfig:
     """Folder on a disk for what does not fit in --memory, or, without --memory, for all that can lie there; by default
     RUN_DIR/store."""
     activations: str | None = None
-    """What a forward keeps for its backward: keep, recompute, or sample:0.3; see [residency]. By default everything, or
-    under --memory what fits."""
+    """What a forward keeps for its backward: keep, recompute, offload (to the disk), or sample:0.3; see
+    [residency]. By default everything, or under --memory what fits."""
     slices: int | None = None
     """Parts of a micro-batch that each layer computes one after another, in the memory of one; see [residency]."""
     timeout: float = 300.0

@@ -126,7 +126,9 @@ def kept_by(
 def kept_ways(
     config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str = "auto", slices: int = 1
 ) -> dict[str, int]:
-    """What `kept_by` says if activations are kept, and if layers are computed again, one layer's with it.
+    """What `kept_by` says if activations are kept; with layers that are computed again, and one of them; and on a disk.
+
+    Of those on a disk, two layers' are in memory.
 
     slices: see `in_slices`.
     """
@@ -134,7 +136,7 @@ def kept_ways(
     inputs = kept_by(config, loss, batch, seq_len, dtype, recomputes=True)
     largest = -(-batch // min(slices, batch))
     layer = whole * largest // (batch * max(1, config.num_hidden_layers))
-    return {"keep": whole, "recompute": min(whole, inputs + layer)}
+    return {"keep": whole, "recompute": min(whole, inputs + layer), "offload": min(whole, 2 * layer)}
 
 
 def _kept_by_all(config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str, *, recomputes: bool) -> int:

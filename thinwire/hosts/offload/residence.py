@@ -19,6 +19,7 @@ from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.hosts.offload.replicas import Replicas, is_large
 from thinwire.hosts.offload.room import MemoryRoom, give_pages_back
 from thinwire.hosts.offload.sampling import RowSampler
+from thinwire.hosts.offload.spill import ActivationsOnDisk
 from thinwire.hosts.offload.states import StatesOnDisk
 from thinwire.hosts.offload.weights import WeightsOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket
@@ -26,6 +27,7 @@ from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
 from thinwire.methods.memory import Residency, check_across
 from thinwire.methods.memory.placement import stays
+from thinwire.methods.memory.residency import OFFLOAD
 from thinwire.optim import Part, SummingOptimizer
 from thinwire.table import Row
 from thinwire.tiers import Pace, TierMeter
@@ -43,12 +45,13 @@ class Residence:
         num_layers: number of layers that are recomputed in backward.
         gradients: the mean gradients on the disk; None: all are in memory.
         sampler: keeps a sample of activations; None: all are kept.
+        activations: moves activations to the disk; None: they stay in memory.
         journal: makes every step durable; None: only checkpoints are.
     """
 
     def __init__(
         self, residency: Residency, units: Sequence[Unit], *, weights: bool, states: bool, num_layers: int,
-        sampler: RowSampler | None, comm: Communicator,
+        sampler: RowSampler | None, comm: Communicator, model: nn.Module,
     ) -> None:  # fmt: skip
         self.num_layers, self.sampler, self._comm = num_layers, sampler, comm
         self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
@@ -62,6 +65,10 @@ class Residence:
         if weights and any(map(is_large, held)):
             give_pages_back()
             self.replicas = Replicas(residency.folder, held, self.meter, self.pace)
+        self.activations: ActivationsOnDisk | None = None
+        if residency.activations == OFFLOAD:
+            given = () if self.replicas is None else (self.replicas.pack, self.replicas.unpack)
+            self.activations = ActivationsOnDisk(model, residency.folder, self.meter, self.pace, *given)
 
     @classmethod
     def of(
@@ -81,9 +88,12 @@ class Residence:
             raise ConfigError(f"residency: weights that {why} can't lie on a disk; nearest: weights='memory'")
         num_layers = recompute(model, residency.slices or 1) if residency.activations == "recompute" else 0
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
-        if not (weights or states or num_layers or sampler):
+        if not (weights or states or num_layers or sampler or residency.activations == OFFLOAD):
             return None
-        return cls(residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler, comm=comm)
+        return cls(
+            residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler, comm=comm,
+            model=model,
+        )  # fmt: skip
 
     def note_sequences(self, numbers: Tensor) -> None:
         """See ParallelOptimizer."""
@@ -108,7 +118,7 @@ class Residence:
         """The object that brings weights: `plain`, or one that loads them from the disk."""
         if self.replicas is None:
             return plain
-        return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas)
+        return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas, packs=self.activations is None)
 
     def states(self, inner: torch.optim.Optimizer, weights: Weights, layout: Mapping[str, Any]) -> StatesOnDisk:
         """The object that holds masters and the optimizer's state on the disk. layout: see `layout_of`."""
@@ -189,13 +199,17 @@ class Residence:
         if self.sampler is not None:
             what = f"{self.sampler.ratio:g} of the rows of what {self.sampler.num_layers} linear layers are given"
             rows.append(("activations", what, "the gradient of their weights is an estimate without bias"))
+        if self.activations is not None:
+            rows.append(("activations", f"on this rank's disk, {options.folder}", "each storage is written once"))
         if self.num_layers:
             rows.append(("activations", f"{self.num_layers} layers keep their inputs", "the rest is computed again"))
         if options.is_sliced:
             what = f"{options.slices} parts of a micro-batch, one after another in each layer"
             rows.append(("slices", what, "weights are read once for all of them"))
         files = list(self._states.shelf.files.values()) if self._states is not None else []
-        files += [each.file for each in (self.replicas, self.gradients, self._pieces) if each is not None]
+        files += [
+            each.file for each in (self.replicas, self.gradients, self._pieces, self.activations) if each is not None
+        ]
         if not all(file.is_direct for file in files):
             rows.append(("O_DIRECT", "no", "this file system refuses it: pages are dropped after each write"))
         done = self.meter.snapshot()
@@ -218,6 +232,8 @@ class Residence:
             self._states.shelf.close()
         if self.gradients is not None:
             self.gradients.close()
+        if self.activations is not None:
+            self.activations.close()
         if self._pieces is not None:
             self._pieces.close()
         if self.replicas is not None:

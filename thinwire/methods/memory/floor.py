@@ -12,7 +12,7 @@ from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.buckets import Unit
 from thinwire.methods.interface import MethodPlan
-from thinwire.methods.memory.residency import FP32_BYTES, PASSING_SHARE, Residency
+from thinwire.methods.memory.residency import FP32_BYTES, OFFLOAD, PASSING_SHARE, Residency
 from thinwire.methods.sharded import ShardedMethod
 
 # Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
@@ -33,7 +33,7 @@ MOST_SHARE = 2 / 3
 PACKET_SHARE, NUM_SENT = 1.5, 2
 # Of the budget, what the floor may take for a way to be chosen.
 FULL_SHARE = 0.9
-# Bytes that a forward keeps for its backward, by "keep" and "recompute".
+# Bytes that a forward keeps in memory for its backward, by "keep", "recompute" and "offload".
 Kept = Mapping[str, int]
 
 
@@ -77,8 +77,10 @@ class Floor:
         parts["gradients"] = own + mean
         if topology.world_size > 1:
             parts["packets"] = int(NUM_SENT * PACKET_SHARE * largest)
+        if kept is not None and residency.activations == OFFLOAD:
+            disk += kept["keep"]
         if kept is not None:
-            parts["activations"] = kept["recompute" if residency.activations == "recompute" else "keep"]
+            parts["activations"] = kept.get(residency.activations, kept["keep"])
         found = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
         return cls(found, disk, kept is not None, 0 if residency.sub_group else passing)
 
@@ -122,8 +124,7 @@ def settled(
 
     Args:
         model: only its shapes are used.
-        kept: bytes that a forward keeps for its backward if activations are kept, and if layers are computed again;
-            None: not known.
+        kept: bytes that a forward keeps in memory for its backward, by what becomes of activations; None: not known.
         across: the optimizer looks across matrices, and its gradients stay in memory.
     """
     residency = _with_weights(residency, method, model, topology, micro_batches)

@@ -10,7 +10,7 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
 from thinwire.methods.memory.floor import NUM_STATES, Floor, Kept, mean_bytes, units_of
-from thinwire.methods.memory.residency import FP32_BYTES, Residency
+from thinwire.methods.memory.residency import FP32_BYTES, OFFLOAD, Residency
 from thinwire.methods.sharded import ShardedMethod
 
 # Buckets of fewer elements stay in memory.
@@ -56,6 +56,9 @@ def placed(
         if name == "gradients" and residency.gradients == "disk":
             mean = mean_bytes(plan)
             yield MemoryPart(name, num_bytes, mean, mean, mean)
+        elif name == "activations" and kept is not None and residency.activations == OFFLOAD:
+            moved = micro_batches * kept["keep"]
+            yield MemoryPart(name, num_bytes, kept["keep"], moved, moved)
         elif name not in ("weights", "optimizer"):
             yield MemoryPart(name, num_bytes)
     if residency.weights == "disk":

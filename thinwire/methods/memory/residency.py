@@ -17,7 +17,8 @@ FP32_BYTES = 4
 # The kinds of state that are sums or means of squares.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
 # What a forward keeps; SAMPLE stands before a share.
-ACTIVATIONS, SAMPLE = ("auto", "keep", "recompute"), "sample"
+OFFLOAD, SAMPLE = "offload", "sample"
+ACTIVATIONS = ("auto", "keep", "recompute", OFFLOAD)
 # Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
 SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
 # Sub-groups begin where blocks of the disk do.
@@ -71,8 +72,9 @@ class Residency:
     moments their square roots. Masters stay fp32."""
     activations: str = "auto"
     """What a forward keeps for its backward: keep: everything; recompute: only each layer's input, and the rest is
-    computed again; sample:0.3: that share of the rows of what linear layers are given, by which the gradient of weights
-    is estimated without bias; auto: in `thinwire train`, recompute if the budget needs it."""
+    computed again; offload: everything, on the disk; sample:0.3: that share of the rows of what linear layers are
+    given, by which the gradient of weights is estimated without bias; auto: in `thinwire train`, recompute if the
+    budget needs it."""
     slices: int | None = None
     """Parts of a micro-batch that a layer computes one after another, so that its weights are read once for all of
     them. Layers are then recomputed."""

@@ -80,7 +80,7 @@ def test_activations_on_a_disk_are_written_once_and_their_places_are_used_again(
             loss.backward(retain_graph=True)
             loss.backward()
         for one, other in zip(plain.parameters(), away.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad)
+            assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
         ends.append(disk._end)
         del losses, loss
     moved = meter.snapshot()

@@ -168,7 +168,7 @@ def test_what_a_mask_leaves_out_is_neither_counted_nor_kept() -> None:
     assert kept is not None and len(kept.places) == 20 and not mask.flatten()[kept.places].eq(0).any()
 
 
-def seen_twice(rank: int, world_size: int, folder: Path | None) -> list[Any]:
+def seen_twice(rank: int, world_size: int, folder: str | None) -> list[Any]:
     """Sequences 0 to 5, three on each rank; then those of the other rank, in another order, and one that is new."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -181,7 +181,9 @@ def seen_twice(rank: int, world_size: int, folder: Path | None) -> list[Any]:
     for numbers in ([[0, 1, 2], [3, 4, 5]], [[5, 6, 3], [2, 0, 1]]):
         own = torch.tensor(numbers[rank])
         optimizer.note_sequences(own)
-        seen = optimizer._residence.sampler.seen
+        residence = optimizer._residence
+        assert residence is not None and residence.sampler is not None and residence.sampler.seen is not None
+        seen = residence.sampler.seen
         told.append(seen.weights("layers.1.gate", 36))
         wrapped(tokens[own]).square().sum().backward()
         told.append(dict(seen._new)[seen._groups["layers.1.gate"]].view(3, 12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -32,7 +33,7 @@ def where_all_lies(
     config: ExplainConfig, names: Sequence[str], strategy_of: Callable[[str, ExplainConfig], Method], model: nn.Module
 ) -> Resident:
     """The parts of the one stated strategy. Raises ConfigError for several, and for a budget that is too small."""
-    flags = {"memory": config.memory, "disk_rate": config.disk_rate}
+    flags: dict[str, Any] = {"memory": config.memory, "disk_rate": config.disk_rate}
     flags |= {"activations": config.activations, "slices": config.slices}
     stated = {name: value for name, value in flags.items() if value is not None}
     residency = made(Residency, {**config.tables.get(RESIDENCY, {}), **stated})

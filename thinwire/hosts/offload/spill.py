@@ -104,7 +104,7 @@ class ActivationsOnDisk:
         if stored is None or stored.owner() is not storage or stored.version != tensor._version:
             stored = self._store(storage, tensor._version)
         stored.num_left += 1
-        return Saved(stored, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return Saved(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _store(self, storage: torch.UntypedStorage, version: int) -> Stored:
         size = aligned(storage.nbytes())

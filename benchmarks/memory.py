@@ -1,13 +1,24 @@
 """What a budget of memory costs: a run whose weights and states lie on a disk, beside the same run in memory.
 
-    python benchmarks/memory.py [--model 125m] [--memory 700mb] [--workers 1] [--rates 200MB/s 400MB/s 800MB/s]
-        [--steps 4] [--store DIR]
+    python benchmarks/memory.py [--parts budget links optimizers expanded] [--model 125m] [--memory 900mb]
+        [--workers 1] [--rates 200MB/s 400MB/s 800MB/s] [--steps 4] [--store DIR]
 
-Trains the same steps in memory, then under the budget with the disk as it is, then with the disk held to each rate.
-Prints for each whether losses are equal bit for bit; seconds of a step over those in memory, and over max(seconds in
-memory, bytes / rate), below which no step can be; bytes that the disk moved over those that `thinwire explain` states;
-the most anonymous memory of a worker over the budget. Steps are medians without the first two, after which what stays
-in memory is settled.
+budget: trains the same steps in memory, then under the budget with the disk as it is, then with the disk held to each
+rate. Prints for each whether losses are equal bit for bit; seconds of a step over those in memory, and over max(seconds
+in memory, bytes / rate), below which no step can be; bytes that the disk moved over those that `thinwire explain`
+states; the most anonymous memory of a worker over the budget. Steps are medians without the first two, after which what
+stays in memory is settled.
+
+links: four nodes at 100 Mbit/s in the lab. Prints the tokens per second of sdp4bit with all on a disk over those in
+memory, and over those of weights in bf16 that are cut over the ranks.
+
+optimizers: prints the bytes of Mini's sums over those of sdp4bit, and the held-out loss over AdamW's of apollo,
+apollo-mini, 8-bit moments, and sampled rows in two epochs: the mean of the seeds at the best of the learning rates.
+
+expanded: trains a small model, expands it, and trains the result and a model of its size from scratch. Prints at which
+share of the tokens from scratch the expanded one has the loss that the other has at its end, its own included.
+
+benchmarks/losses.py has the time and memory of a cut loss.
 """
 
 from __future__ import annotations
@@ -91,46 +102,167 @@ def stated_bytes(words: list[str]) -> int:
     assert isinstance(run.strategy, ShardedMethod)
     batch = derive(run.config, run.config.num_shares)
     topology = Topology.stated(run.config.world_size, run.config.local_size or run.config.workers)
-    parts = placed(residency, run.strategy, skeleton, topology, batch.accumulation, 0)
+    parts = placed(residency, run.strategy, skeleton, topology, batch.accumulation)
     return sum(part.read + part.written for part in parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="125m")
-    parser.add_argument("--memory", default="700mb")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--rates", nargs="*", default=["200MB/s", "400MB/s", "800MB/s"])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--store", default="/var/tmp/thinwire")
-    asked = parser.parse_args()
-    if asked.steps <= WARM_UP:
-        parser.error(f"--steps {asked.steps}: the first {WARM_UP} are not counted; nearest: {WARM_UP + 1}")
+def print_budget(folder: Path, asked: argparse.Namespace) -> None:
+    """Steps under a budget over steps in memory."""
     common = {
         "model": asked.model, "workers": asked.workers, "local-size": 1, "micro-batch": 1, "steps": asked.steps,
         "seq-len": asked.seq_len, "eval-sequences": 0, "sample-tokens": 0, "checkpoint-every": 0, "timeout": 3000,
     }  # fmt: skip
     words = [part for name, value in common.items() for part in (f"--{name}", str(value))]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     budget = [*words, "--memory", asked.memory, "--store", asked.store, "--residency.weights", "disk"]
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        memory = train(Path(folder), words)
-        in_memory_s = memory.typical("step_s")
-        print(f"in memory: {in_memory_s:.2f} s a step, {memory.peak_bytes / 1e6:.0f} MB of anonymous memory")
-        for rate in (None, *asked.rates):
-            held = [] if rate is None else ["--residency.disk-rate", rate]
-            disk = train(Path(folder), [*budget, *held])
-            moved = disk.typical("disk_read_bytes") + disk.typical("disk_written_bytes")
-            step_s, peak = disk.typical("step_s"), disk.peak_bytes
-            bound_s = max(in_memory_s, moved / read_byte_rate(rate) if rate else 0.0)
-            print(f"{asked.memory}, disk {rate or 'as it is'}:")
-            print(f"  losses {'equal' if disk.losses == memory.losses else 'DIFFER'}")
-            print(
-                f"  {step_s:.2f} s a step: {step_s / in_memory_s:.2f} of in memory, {step_s / bound_s:.2f} of the bound"
-            )
-            print(f"  {moved / 1e9:.3f} GB a step: {moved / stated_bytes(budget):.3f} of what is stated")
-            print(f"  {peak / 1e6:.0f} MB: {peak / read_bytes(asked.memory):.2f} of the budget", flush=True)
+    memory = train(folder, words)
+    in_memory_s = memory.typical("step_s")
+    print(f"in memory: {in_memory_s:.2f} s a step, {memory.peak_bytes / 1e6:.0f} MB of anonymous memory")
+    for rate in (None, *asked.rates):
+        held = [] if rate is None else ["--residency.disk-rate", rate]
+        disk = train(folder, [*budget, *held])
+        moved = disk.typical("disk_read_bytes") + disk.typical("disk_written_bytes")
+        step_s, peak = disk.typical("step_s"), disk.peak_bytes
+        bound_s = max(in_memory_s, moved / read_byte_rate(rate) if rate else 0.0)
+        print(f"{asked.memory}, disk {rate or 'as it is'}:")
+        print(f"  losses {'equal' if disk.losses == memory.losses else 'DIFFER'}")
+        print(f"  {step_s:.2f} s a step: {step_s / in_memory_s:.2f} of in memory, {step_s / bound_s:.2f} of the bound")
+        print(f"  {moved / 1e9:.3f} GB a step: {moved / stated_bytes(budget):.3f} of what is stated")
+        print(f"  {peak / 1e6:.0f} MB: {peak / read_bytes(asked.memory):.2f} of the budget", flush=True)
+
+
+LAB = ["lab", "--nodes", "4", "--rate", "100mbit", "--"]
+QUIET = ["--sample-tokens", "0", "--checkpoint-every", "0"]
+
+
+def trained(
+    folder: Path, words: list[str], *, lab: bool = False, keep: str = "run"
+) -> tuple[dict[str, Any], list[dict]]:
+    """The summary and the steps of a run, which stays in the folder under its name."""
+    run_dir = folder / keep
+    command = [sys.executable, "-m", "thinwire", *(LAB if lab else []), *(["thinwire"] if lab else []), "train"]
+    call([*command, *words, *QUIET, "--run-dir", str(run_dir), "--overwrite"])
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((run_dir / "summary.json").read_text()), steps
+
+
+def call(command: list[str]) -> None:
+    """Run a command; raises SystemExit with the end of its output where it fails."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout[-4000:])
+
+
+def print_links(folder: Path, model: str, steps: int, store: str) -> None:
+    """Tokens per second on four slow links: sdp4bit in memory and on a disk, and weights that are cut."""
+    common = [
+        "--model",
+        model,
+        "--local-size",
+        "1",
+        "--micro-batch",
+        "1",
+        "--steps",
+        str(steps),
+        "--eval-sequences",
+        "0",
+    ]
+    on_disk = ["--store", store, "--residency.optimizer", "disk"]
+    cut = ["--frontier.weights-over", "4", "--frontier.gradients-over", "4", "--frontier.weights", "bf16"]
+    ways = {
+        "in memory": ["--strategy", "sdp4bit"],
+        "on a disk": ["--strategy", "sdp4bit", *on_disk, "--residency.weights", "disk"],
+        "cut over ranks in bf16": ["--strategy", "frontier", *cut, *on_disk],
+    }
+    rates = {}
+    for way, words in ways.items():
+        _, found = trained(folder, [*common, *words], lab=True)
+        rates[way] = median(step["tokens"] / step["step_s"] for step in found[WARM_UP:])
+        print(f"{way}: {rates[way]:.1f} tokens/s", flush=True)
+    for way in ("in memory", "cut over ranks in bf16"):
+        print(f"  on a disk over {way}: {rates['on a disk'] / rates[way]:.2f}")
+
+
+def print_optimizers(folder: Path, steps: int, seeds: int, rates: list[str]) -> None:
+    """Held-out losses over AdamW's, and what Mini's sums send."""
+    text, needed = folder / "text.txt", steps // 2 * 8 * 256
+    content = b"".join(path.read_bytes() for path in sorted(Path(json.__file__).parents[1].glob("*.py")))
+    # Half of the steps pass through the text once.
+    text.write_bytes(content[: max(needed, 20_000)])
+    common = ["--model", "tiny", "--workers", "2", "--local-size", "1", "--strategy", "sdp4bit", "--micro-batch", "4"]
+    ways = {
+        "adamw": [], "apollo": ["--optimizer", "apollo"], "apollo-mini": ["--optimizer", "apollo-mini"],
+        "int8 moments": ["--store", str(folder / "store"), "--residency.states", "int8/64"],
+        "sample:0.3": ["--activations", "sample:0.3"],
+    }  # fmt: skip
+    best: dict[str, float] = {}
+    sent: dict[str, dict[str, float]] = {}
+    for way, words in ways.items():
+        losses = []
+        for rate in rates:
+            own = []
+            for seed in range(seeds):
+                asked = [*common, "--steps", str(steps), "--lr", rate, "--seed", str(seed), "--data", str(text)]
+                summary, _ = trained(folder, [*asked, *words])
+                own.append(summary["heldout_loss"])
+                sent[way] = summary["sent_by"]
+            losses.append(sum(own) / seeds)
+        best[way] = min(losses)
+        print(f"{way}: held-out loss {best[way]:.4f}, {best[way] / best['adamw']:.4f} of AdamW's", flush=True)
+    sums = sum(num for name, num in sent["apollo-mini"].items() if name not in sent["adamw"])
+    print(f"Mini's sums: {sums / sum(sent['adamw'].values()):.4f} of sdp4bit's bytes")
+
+
+def print_expanded(folder: Path, steps: int) -> None:
+    """At which share of the tokens an expanded model has the loss of one from scratch."""
+    common = ["--workers", "2", "--local-size", "1", "--strategy", "sdp4bit", "--micro-batch", "4", "--lr", "0.003"]
+    small, large = str(folder / "small"), str(folder / "large")
+    trained(folder, ["--model", "tiny", *common, "--steps", str(steps)], keep="small")
+    grown = ["--hidden-size", "128", "--layers", "6", "--sequences", "2"]
+    call([sys.executable, "-m", "thinwire", "expand", small, "--to", large, *grown])
+    sizes = [f"--llama.{name}" for name in ("hidden-size", "num-hidden-layers", "num-attention-heads")]
+    whole = [word for pair in zip(sizes, ("128", "6", "8"), strict=True) for word in pair]
+    whole += ["--llama.num-key-value-heads", "4", "--llama.intermediate-size", "384"]
+    _, scratch = trained(folder, ["--model", "tiny", *common, *whole, "--steps", str(steps)])
+    _, expanded = trained(folder, ["--model", f"hf:{large}", *common, "--steps", str(steps)])
+    target = smoothed(scratch)[-1]
+    reached = [number for number, loss in enumerate(smoothed(expanded), 1) if loss <= target]
+    share = f"{reached[0] / steps:.2f}" if reached else "more than 1"
+    print(f"loss {target:.4f} from scratch: the expanded model has it at {share} of the tokens")
+
+
+def smoothed(steps: list[dict[str, Any]], num: int = 20) -> list[float]:
+    """The mean loss of the last `num` steps, after each."""
+    losses = [step["loss"] for step in steps]
+    return [sum(losses[max(0, end - num) : end]) / min(num, end) for end in range(1, len(losses) + 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", default=["budget"], choices=("budget", "links", "optimizers", "expanded"))
+    parser.add_argument("--model", default="125m")
+    parser.add_argument("--memory", default="900mb")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--rates", nargs="*", default=["200MB/s", "400MB/s", "800MB/s"])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--store", default="/var/tmp/thinwire")
+    parser.add_argument("--train-steps", type=int, default=300, help="of optimizers and expanded")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lrs", nargs="*", default=["0.001", "0.002", "0.004", "0.008"])
+    asked = parser.parse_args()
+    if asked.steps <= WARM_UP:
+        parser.error(f"--steps {asked.steps}: the first {WARM_UP} are not counted; nearest: {WARM_UP + 1}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(dir=".") as name:
+        folder = Path(name).absolute()
+        if "budget" in asked.parts:
+            print_budget(folder, asked)
+        if "links" in asked.parts:
+            print_links(folder, asked.model, asked.steps, asked.store)
+        if "optimizers" in asked.parts:
+            print_optimizers(folder, asked.train_steps, asked.seeds, asked.lrs)
+        if "expanded" in asked.parts:
+            print_expanded(folder, asked.train_steps)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from thinwire.hosts.offload.activations import kept_by, kept_bytes, recompute
+from thinwire.errors import ConfigError
+from thinwire.hosts.offload import spill
+from thinwire.hosts.offload.activations import in_slices, kept_by, kept_bytes, recompute
 from thinwire.losses import cut_loss
 from thinwire.models.llama import PRESETS, Llama
+from thinwire.tiers import Pace, TierMeter
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -27,3 +32,57 @@ def test_what_is_kept_is_known_before(dtype: str, loss: str, recomputes: bool, t
             kept = kept_bytes(model, tokens, tokens)
         assert kept == kept_by(config, loss, 2, seq_len, dtype, recomputes=recomputes)
         assert kept <= kept_by(config, loss, 2, seq_len, recomputes=recomputes)
+
+
+def test_slices_of_a_batch_give_what_the_batch_gives() -> None:
+    whole, sliced = (Llama(replace(PRESETS["tiny"], vocab_size=64)).double() for _ in range(2))
+    recompute(sliced, 3)
+    tokens = torch.randint(0, 64, (5, 12), generator=torch.Generator().manual_seed(0))
+    losses = [model(tokens, tokens) for model in (whole, sliced)]
+    for loss in losses:
+        loss.backward()
+    assert float(losses[0].detach()) == pytest.approx(float(losses[1].detach()), rel=1e-12)
+    for one, other in zip(whole.parameters(), sliced.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
+    with pytest.raises(ConfigError, match="slices beside documents"):
+        sliced(tokens, tokens, documents=torch.zeros_like(tokens))
+
+
+def test_slices_cut_what_belongs_to_sequences_and_nothing_else() -> None:
+    """A table whose length is that of the batch stays whole; positions, masks and tuples are cut."""
+    seen = []
+
+    def layer(x: torch.Tensor, table: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
+        seen.append([len(x), len(table), len(given["positions"]), len(given["pair"][0])])
+        return x + given["positions"].unsqueeze(-1) + given["pair"][0], None
+
+    x, table = torch.randn(4, 4, 2), torch.randn(4, 2)
+    positions, pair = torch.arange(16).view(4, 4), (torch.randn(4, 4, 2), "word")
+    found, nothing = in_slices(layer, 3, x, table, positions=positions, pair=pair)
+    assert torch.equal(found, x + positions.unsqueeze(-1) + pair[0]) and nothing is None
+    assert seen == [[2, 4, 2, 2], [1, 4, 1, 1], [1, 4, 1, 1]]
+
+
+def test_activations_on_a_disk_are_written_once_and_their_places_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill, "SMALL_BYTES", 0)
+    config = replace(PRESETS["tiny"], vocab_size=64)
+    plain, away = Llama(config), Llama(config)
+    meter = TierMeter()
+    disk = spill.ActivationsOnDisk(away, tmp_path, meter, Pace(None))
+    tokens = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+    ends = []
+    for _ in range(2):
+        losses = [model(tokens, tokens) for model in (plain, away)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for one, other in zip(plain.parameters(), away.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+        ends.append(disk._end)
+        del losses, loss
+    moved = meter.snapshot()
+    assert ends[0] == ends[1] and moved.written_bytes == 2 * ends[0] and moved.read_bytes > moved.written_bytes
+    disk.close()

@@ -14,7 +14,7 @@ from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload import replicas
+from thinwire.hosts.offload import replicas, spill
 from thinwire.layout import buckets
 
 NAMES = ("zero", "sdp4bit-loco", "frontier")
@@ -27,12 +27,15 @@ def ways(folder: Path) -> dict[str, Residency | None]:
     return {
         "memory": None,
         "1024": Residency(store=store, sub_group=1024),
-        "99328": Residency(store=store, sub_group=99_328),
+        "99328": Residency(store=store, sub_group=99_328, gradients="disk"),
         "all": Residency(store=store, memory="100gb"),
-        "weights": Residency(store=store, sub_group=1024, weights="disk"),
+        "weights": Residency(store=store, sub_group=1024, weights="disk", gradients="disk"),
         "int8": Residency(store=store, sub_group=1024, states="int8/64"),
         "int8, all": Residency(store=store, memory="100gb", states="int8/64"),
         "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
+        "slices": Residency(store=store, weights="disk", optimizer="memory", slices=2),
+        "offload": Residency(store=store, optimizer="memory", activations="offload"),
+        "all away": Residency(store=store, weights="disk", activations="offload"),
     }
 
 
@@ -44,7 +47,7 @@ def sampled(folder: Path, weights: Any) -> Residency:
 def cut_small() -> None:
     """Let every matrix be a bucket of its own, and none of them too small for the disk."""
     buckets.DEFAULT_BUCKET_NUMEL = buckets.MIN_BLOCKS_PER_SHARD = 1
-    replicas.SMALL_NUMEL = 0
+    replicas.SMALL_NUMEL = spill.SMALL_BYTES = 0
 
 
 def followed(replica: Replica, first: int, num: int) -> list[Any]:
@@ -66,6 +69,8 @@ def first_runs(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
             before = followed(replica, 0, STEPS)
             replica.save(folder / name / way, STEPS)
             told[name, way] = before, followed(replica, STEPS, 2)
+            tiers = replica.optimizer.tiers
+            told["read", name, way] = tiers.snapshot().read_bytes if tiers is not None else 0
             replica.optimizer.close()
     for way in ("memory", "disk"):
         replica = Replica.make("zero", rank, world_size, 0, 1, sampled(folder, way))
@@ -215,9 +220,18 @@ def assert_same(one: Any, other: Any) -> None:
 def test_a_disk_changes_no_bit(first: list[dict[Any, Any]]) -> None:
     for told in first:
         for name in NAMES:
-            for way in ("1024", "99328", "all", "weights", "recompute"):
+            for way in ("1024", "99328", "all", "weights", "recompute", "offload", "all away"):
                 for part in (0, 1):
                     assert_same(told[name, way][part], told[name, "memory"][part])
+
+
+def test_slices_of_a_micro_batch_read_weights_once(first: list[dict[Any, Any]]) -> None:
+    for told in first:
+        for name in NAMES:
+            assert told["read", name, "slices"] == pytest.approx(told["read", name, "recompute"], rel=0.05)
+            (losses, weights), (plain, others) = told[name, "slices"][1], told[name, "memory"][1]
+            assert losses == pytest.approx(plain, rel=1e-4)
+            assert all(torch.allclose(weights[key], others[key], atol=2e-3) for key in weights)
 
 
 def test_sampled_rows_are_the_same_wherever_weights_lie_and_behind_a_restart(first: list[dict[Any, Any]]) -> None:
@@ -437,6 +451,9 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
         ({"states": "int8/100"}, "in groups that divide 1024; nearest: 'int8/64'"),
         ({"states": "bf16"}, "moments must be fp32, or integers of 3 bits or more, .*; nearest: 'int8/64'"),
         ({"states": "int2/64"}, "of 3 bits or more"),
+        ({"gradients": "disk", "optimizer": "memory"}, "nearest: --residency.optimizer disk, or --residency.gradients"),
+        ({"slices": 0}, "--residency.slices 0: must be at least 1; nearest: 1"),
+        ({"slices": 2, "activations": "keep"}, "nearest: --residency.activations recompute"),
         ({"durable": True, "optimizer": "memory"}, "what lies on a disk, .*; nearest: --residency.optimizer disk"),
         ({"states": "int8", "optimizer": "memory"}, "nearest: --residency.optimizer disk, or --residency.states fp32"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
+from tests.workers import run_workers
 from thinwire.codecs.random import uniform
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.activations import kept_bytes
+from thinwire.hosts.offload.norms import FLOOR
 from thinwire.hosts.offload.sampling import RowSampler
 from thinwire.methods.memory.sampling import chosen, num_certain, num_kept
 
@@ -165,12 +168,48 @@ def test_what_a_mask_leaves_out_is_neither_counted_nor_kept() -> None:
     assert kept is not None and len(kept.places) == 20 and not mask.flatten()[kept.places].eq(0).any()
 
 
+def seen_twice(rank: int, world_size: int, folder: str | None) -> list[Any]:
+    """Sequences 0 to 5, three on each rank; then those of the other rank, in another order, and one that is new."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        tokens = torch.randn(7, 12, 16)
+    model = Blocks()
+    residency = thinwire.Residency(store=folder, optimizer="memory", activations="sample:0.3")
+    adamw = torch.optim.AdamW(model.parameters())
+    wrapped, optimizer = thinwire.zero(model, adamw, thinwire.Zero(), residency=residency, announce=False)
+    told = []
+    for numbers in ([[0, 1, 2], [3, 4, 5]], [[5, 6, 3], [2, 0, 1]]):
+        own = torch.tensor(numbers[rank])
+        optimizer.note_sequences(own)
+        residence = optimizer._residence
+        assert residence is not None and residence.sampler is not None and residence.sampler.seen is not None
+        seen = residence.sampler.seen
+        told.append(seen.weights("layers.1.gate", 36))
+        wrapped(tokens[own]).square().sum().backward()
+        told.append(dict(seen._new)[seen._groups["layers.1.gate"]].view(3, 12))
+        optimizer.step()
+    optimizer.close()
+    return told
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_norms_of_gradients_follow_their_sequences_to_other_ranks(tmp_path: Path, on_disk: bool) -> None:
+    one, other = run_workers(seen_twice, 2, str(tmp_path / "store") if on_disk else None)
+    assert one[0] is None and other[0] is None, "nothing has been seen"
+    before = torch.cat([one[1], other[1]]).bfloat16().float()
+    mean = before[[5, 3]].mean()
+    expected = torch.stack([before[5] + FLOOR * mean, mean.expand(12), before[3] + FLOOR * mean])
+    torch.testing.assert_close(one[2].view(3, 12), expected)
+    expected = before[[2, 0, 1]] + FLOOR * before[:3].mean()
+    torch.testing.assert_close(other[2].view(3, 12), expected)
+
+
 @pytest.mark.parametrize(
     ("activations", "message"),
     [
         ("sample:0", "activations 'sample:0': the share must be above 0 and at most 1; nearest: 0.1"),
         ("sample:1.5", "nearest: 1"),
-        ("sample", "must be one of auto, keep, recompute, sample:0.3"),
+        ("sample", "must be one of auto, keep, recompute, offload, sample:0.3"),
         ("recomput", "did you mean 'recompute'"),
     ],
 )

@@ -30,6 +30,13 @@ def toml(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_limit_of_the_process_is_a_budget_that_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (900_000_000, -1))
+    limited, stated = read(), read("--memory", "900mb")
+    assert (limited.memory, stated.memory) == ("900000000b", "900mb")
+    assert "memory" not in to_toml(limited) and 'memory = "900mb"' in to_toml(stated)
+
+
 def test_defaults_then_file_then_flags(toml: Path) -> None:
     assert read() == TrainConfig()
     from_file = read(str(toml))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from thinwire.run.run import Run
         (["--memory", "2gb", "--optimizer", "muon"], "muon looks across matrices"),
         (["--memory", "2gb", "--optimizer", "mfac", "--residency.durable", "true"], "its pieces have one slot each"),
         (["--memory", "2gb", "--residency.memory", "3gb"], "--memory 2gb and --residency.memory 3gb: give one"),
+        (["--slices", "9", "--micro-batch", "4"], "a micro-batch has 4 sequences; nearest: --slices 4"),
+        (["--slices", "2", "--documents", "true"], "--slices with --documents"),
         (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not supported"),
     ],
 )
@@ -43,20 +46,34 @@ def test_a_budget_decides_what_lies_where() -> None:
     """125m on 4 ranks: 340 MB of weights, as much of gradients; activations a sequence 235 MB, 360 MB in bf16."""
     skeleton = build_skeleton("125m", 256, 256)
     chosen = {}
-    cases: list[tuple[str, Any]] = [("4gb", "bf16"), ("1100mb", "fp32"), ("1100mb", "auto"), ("600mb", "fp32")]
+    cases: list[tuple[str, Any]] = [("4gb", "bf16"), ("1100mb", "fp32"), ("1100mb", "auto"), ("700mb", "fp32")]
     for memory, dtype in cases:
         config = TrainConfig(
             model="125m", workers=4, local_size=1, micro_batch=1, memory=memory, store="/var/tmp", dtype=dtype
         )
         residency, floor = resolved(Run.of(config), skeleton)
-        chosen[memory, dtype] = residency.weights, residency.activations
+        chosen[memory, dtype] = residency.weights, residency.gradients, residency.activations
         floor.check(residency.memory_bytes)
-    expected = ("memory", "keep"), ("disk", "keep"), ("disk", "recompute"), ("disk", "recompute")
+    expected = [("memory", "memory", "keep"), ("disk", "memory", "keep"), ("disk", "disk", "keep")]
+    expected.append(("disk", "disk", "recompute"))
     assert chosen == dict(zip(cases, expected, strict=True))
 
 
+def test_the_nearest_budget_is_large_enough() -> None:
+    skeleton, common = build_skeleton("125m", 256, 256), {"model": "125m", "store": "/var/tmp", "micro_batch": 1}
+    below = TrainConfig(workers=4, local_size=1, memory="500mb", **common)  # type: ignore[arg-type]
+    residency, floor = resolved(Run.of(below), skeleton)
+    with pytest.raises(ConfigError, match=r"activations .* MB; nearest: --memory") as error:
+        floor.check(residency.memory_bytes)
+    near = str(error.value).split("--memory ")[-1].split(",")[0]
+    residency, floor = resolved(Run.of(replace(below, memory=near)), skeleton)
+    floor.check(residency.memory_bytes)
+    # The floor is what is needed, and not what would be comfortable.
+    assert residency.memory_bytes is not None and residency.memory_bytes < 1.02 * floor.num_bytes
+
+
 def test_where_all_lies_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "demo", "--nodes", "4", "--micro-batch", "1", "--memory", "560mb", "--disk-rate", "100MB/s"]
+    words = ["--model", "demo", "--nodes", "4", "--micro-batch", "1", "--memory", "600mb", "--disk-rate", "100MB/s"]
     assert run_explain([*words, "--strategy", "sdp4bit", "--gflops", "10"]) == 0
     out = capsys.readouterr().out
     for part in ("where all lies", "masters and optimizer state", "of the disk in a step", "in a step"):

@@ -21,7 +21,8 @@ class BatchLoader:
     Sequence i is tokens[i * seq_len : (i + 1) * seq_len + 1]. Each epoch visits all sequences in an order drawn from
     (seed, epoch). Step t takes the next B = world_size * accumulation * micro_batch sequences of that order, and rank r
     takes the r-th B / world_size of them. So ranks are disjoint, and any split of B over ranks and micro-batches sees
-    the same tokens in step t. A step that reaches the end of an epoch continues in the next one.
+    the same tokens in step t. A step that reaches the end of an epoch continues in the next one. numbers: of the
+    sequences of the last micro-batch.
     Raises ConfigError if the tokens are shorter than one sequence, or if rank or sizes are out of range.
     """
 
@@ -49,6 +50,7 @@ class BatchLoader:
         self.seed = seed
         self.num_sequences = count_sequences(tokens, seq_len)
         self.sequences_per_step = micro_batch * accumulation * world_size
+        self.numbers = np.zeros(0, np.int64)
         self._position = 0  # sequences that all ranks took in finished steps
         self._micro_step = 0  # micro-batches taken of the current step
         if self.num_sequences < self.sequences_per_step:
@@ -62,7 +64,7 @@ class BatchLoader:
         """This rank's next micro-batch: (tokens, targets), int64 [micro_batch, seq_len]; targets are shifted by one."""
         first = self._position + (self.rank * self.accumulation + self._micro_step) * self.micro_batch
         epochs, indices = np.divmod(np.arange(first, first + self.micro_batch), np.int64(self.num_sequences))
-        rows = shuffled(indices, self.num_sequences, self.seed, epochs)
+        rows = self.numbers = shuffled(indices, self.num_sequences, self.seed, epochs)
         self._micro_step += 1
         if self._micro_step == self.accumulation:
             self._micro_step = 0

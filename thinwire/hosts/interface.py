@@ -227,6 +227,12 @@ class ParallelOptimizer:
         """
         raise NotImplementedError
 
+    def note_sequences(self, numbers: Tensor) -> None:
+        """Say which sequences the next forward is given. A collective; without effect if nothing is kept by sequence.
+
+        numbers: int64 [batch], from 0 on, the same for a sequence whenever it is seen; as many on every rank.
+        """
+
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""
         self.ranks.close()

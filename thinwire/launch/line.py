@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ GROUPS = {
         "micro_batch", "lr", "seed", "run_dir", "resume", "overwrite", "dry_run",
     ),
     "machines": ("local_size", "mesh", "stages", "tensor", "order", "plan", "join", "nodes", "node", "timeout"),
-    "memory": ("memory", "store"),
+    "memory": ("memory", "store", "activations", "slices"),
     "data": ("text_field", "documents", "tokenizer", "cache_dir"),
     "training": (
         "inner", "optimizer", "weight_decay", "warmup_steps", "grad_clip", "dead_steps", "dtype", "compile", "loss",
@@ -71,7 +70,7 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
 def configured(stated: Stated, problems: Problems) -> TrainConfig:
     """The configuration from the values that the command line states."""
     # It knows the strategies, and with them torch, for which --help does not wait.
-    from thinwire.run.settings import check_length, read_toml
+    from thinwire.run.settings import check_length, own_limit, read_toml
 
     tables = dict(stated)
     flags = tables.pop("")
@@ -94,8 +93,7 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
         below = replace(below, stages=None, tensor=None)
     elif "stages" in flags or "tensor" in flags:
         below = replace(below, mesh=None)
-    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    if limit != resource.RLIM_INFINITY and (flags.get("memory") or below.memory) is None:
-        flags["memory"] = f"{limit}b"
+    if (limit := own_limit()) is not None and (flags.get("memory") or below.memory) is None:
+        flags["memory"] = limit
     tables = {name: {**below.tables.get(name, {}), **tables.get(name, {})} for name in {**below.tables, **tables}}
     return replace(below, **flags, tables={name: values for name, values in tables.items() if values})

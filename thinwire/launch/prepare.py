@@ -26,6 +26,7 @@ from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.experts.parallel import check_experts
 from thinwire.hosts.sequence.seams import heads_of
+from thinwire.launch.apart import apart
 from thinwire.launch.machine import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.layout.mesh import MeshShape, check_beside
@@ -305,6 +306,15 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     if config.compile and (residency.weights == "disk" or residency.activations not in ("auto", "keep")):
         what = "weights or activations that come and go, or samples of them,"
         problems.messages.append(f"--compile: {what} can't be compiled; leave it out")
+    micro_batch = derive(config, config.num_shares).micro_batch
+    if residency.is_sliced and config.documents:
+        problems.messages.append(
+            "--slices with --documents: the bounds of documents are those of a whole batch; leave one of both out"
+        )
+    elif residency.is_sliced and residency.slices is not None and residency.slices > micro_batch:
+        problems.messages.append(
+            f"--slices {residency.slices}: a micro-batch has {micro_batch} sequences; nearest: --slices {micro_batch}"
+        )
     problems.note(floor.check, residency.memory_bytes)
     if floor.disk:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
@@ -654,7 +664,11 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     check_returns(run, count_sequences(train, config.seq_len))
     logging.getLogger("numba").setLevel(logging.WARNING)
     # What the ranks choose later packs like the stand-in, or as borders do.
-    warm((*run.codecs, *(Pipeline().codecs if config.is_planned_late else ())))
+    codecs = (*run.codecs, *(Pipeline().codecs if config.is_planned_late else ()))
+    if run.residency is not None and run.residency.memory_bytes is not None:
+        # What a compiler leaves in memory would count against the budget of a worker that prepares the run itself.
+        apart(lambda: warm(codecs))
+    warm(codecs)
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     if run.residency is not None and run.residency.durable and not config.resume:
         # The steps of a run of the same name are of no use to this one.

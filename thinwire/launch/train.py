@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from thinwire.errors import ConfigError, Problems
 from thinwire.flags import Stated
+from thinwire.hosts.offload.room import give_pages_back
 from thinwire.launch.agent import LOOPBACK, Relay, run_workers
 from thinwire.launch.fork_server import ForkServer
 from thinwire.launch.islands import launch_islands
@@ -34,6 +35,9 @@ def train(stated: Stated, problems: Problems) -> int:
     if config.model == "auto":
         raise ConfigError("--model auto: torchrun's workers would choose for themselves; nearest: --model demo")
     asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
+    if config.memory is not None:
+        # Before anything large is allocated and freed.
+        give_pages_back()
     if recovers(config):
         return stage(config, problems, place)
     if place.rank:

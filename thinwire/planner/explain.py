@@ -38,7 +38,7 @@ from thinwire.models.llama import LlamaConfig
 from thinwire.models.seam import mixture_of
 from thinwire.models.tensor import activation_bytes, cut_skeleton, tensor_sizes
 from thinwire.optim import SummingOptimizer
-from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, build_strategy, model_table, strategy_table
+from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
 from thinwire.planner.experts import (
     ExpertWay,
@@ -624,6 +624,7 @@ def notes_on(config: ExplainConfig, names: list[str], counts: bool) -> Iterator[
     used |= {table for table in (SEQUENCE, EXPERTS) if config.tables.get(table, {}).get("parallel", 1) > 1}
     used |= {EXPERTS} if "expert" in (config.mesh or "") else set()
     used |= {PIPELINE} if config.stages is not None or "pipeline" in (config.mesh or "") else set()
+    used |= {RESIDENCY} if config.memory is not None else set()
     for table in sorted(config.tables.keys() - used):
         for option in config.tables[table]:
             yield flag(f"{table}.{option}"), "no effect", "nothing that is explained uses it"
@@ -632,8 +633,9 @@ def notes_on(config: ExplainConfig, names: list[str], counts: bool) -> Iterator[
     for name in ("model", "tokenizer", "seq_len") if config.parameters is not None else ():
         if getattr(config, name) != getattr(ExplainConfig(), name):
             yield f"{flag(name)} {getattr(config, name)}", "no effect", "--parameters stands for the model"
-    if config.memory is None and config.disk_rate is not None:
-        yield f"--disk-rate {config.disk_rate}", "no effect", "nothing lies on a disk without --memory"
+    for name in ("disk_rate", "activations", "slices") if config.memory is None else ():
+        if (stated := getattr(config, name)) is not None:
+            yield f"{flag(name)} {stated}", "no effect", "nothing is placed without --memory"
     if config.stages is None:
         of_pass = () if counts or used & {SEQUENCE, EXPERTS} or config.memory is not None else ("micro_batch",)
         of_step = () if config.memory is not None else ("gflops",) if counts else ("gflops", "loss")

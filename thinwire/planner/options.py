@@ -77,6 +77,10 @@ class ExplainConfig:
     recipe: Literal["22b", "175b", "1t"] | None = None
     """How a model of this size was trained on a supercomputer: ranks, memory, idle time and operations, instead of
     everything else."""
+    activations: str | None = None
+    """What a forward keeps, as for `thinwire train`, with --memory."""
+    slices: int | None = None
+    """Parts of a micro-batch that each layer computes in turn, as for `thinwire train`, with --memory."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)
 
     @property

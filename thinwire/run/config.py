@@ -147,6 +147,11 @@ class TrainConfig:
     store: str | None = None
     """Folder on a disk for what does not fit in --memory, or, without --memory, for all that can lie there; by default
     RUN_DIR/store."""
+    activations: str | None = None
+    """What a forward keeps for its backward: keep, recompute, offload (to the disk), or sample:0.3; see
+    [residency]. By default everything, or under --memory what fits."""
+    slices: int | None = None
+    """Parts of a micro-batch that each layer computes one after another, in the memory of one; see [residency]."""
     timeout: float = 300.0
     """Seconds after which a silent rank counts as lost, also during start-up and shutdown."""
     checked: bool = False
@@ -278,14 +283,15 @@ LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "stages": 1, "tensor": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1,
     "tokens_per_step": 1, "seq_len": 1, "micro_batch": 1, "lr": None, "weight_decay": 0, "warmup_steps": 0,
     "grad_clip": 0, "seed": 0, "dead_steps": 0, "teacher_weight": 0, "checkpoint_every": 0, "keep_last": 1,
-    "keep_every": 0, "restarts": 0, "eval_sequences": 0, "sample_tokens": 0, "timeout": None, "minutes": None,
+    "keep_every": 0, "restarts": 0, "eval_sequences": 0, "sample_tokens": 0, "slices": 1, "timeout": None,
+    "minutes": None,
 }  # fmt: skip
 
 # Machines may differ in these; the rest must be equal on all ranks.
 PER_MACHINE = {
     "model", "teacher", "data", "tokenizer", "text_field", "cache_dir", "run_dir", "node", "join", "workers", "resume",
     "overwrite", "dry_run", "track", "prompt", "sample_tokens", "device", "dtype", "inject", "restarts", "memory",
-    "store", "plan",
+    "store", "activations", "slices", "plan",
 }  # fmt: skip
 # Of one start only: a run repeated from its config.toml must not delete or move another.
 NOT_WRITTEN = ("resume", "overwrite", "dry_run", "allow_resume_drift", "stop_at", "inject", "node", "tables")

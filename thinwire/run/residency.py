@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from thinwire.collectives import Topology
-from thinwire.hosts.offload.activations import kept_by
+from thinwire.hosts.offload.activations import kept_ways
 from thinwire.methods.memory import Floor, Residency, resident_method, settled
 from thinwire.models.llama import Llama
+from thinwire.optim import JOINT, NAMED
 from thinwire.run.config import derive
+from thinwire.run.optimizer import name_of
 from thinwire.run.run import Run
 
 
@@ -24,7 +26,9 @@ def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Floor]:
     place = resident_method(run.strategy), skeleton, topology, batch.accumulation
     kept = None
     # Of other models nobody knows what a forward does besides computing, and compiled layers are as they are.
-    if residency.activations == "auto" and residency.memory_bytes and type(skeleton) is Llama and not config.compile:
-        kept = kept_by(skeleton.config, config.loss, batch.micro_batch, config.seq_len, config.dtype)
-    residency = settled(residency, *place, kept)
-    return residency, Floor.of(residency, *place)
+    if residency.memory_bytes and type(skeleton) is Llama and not config.compile:
+        given = config.loss, batch.micro_batch, config.seq_len, config.dtype, residency.slices or 1
+        kept = kept_ways(skeleton.config, *given)
+    across = name_of(config.optimizer or "") in (*NAMED, *JOINT)
+    residency = settled(residency, *place, kept, across=across)
+    return residency, Floor.of(residency, *place, kept)

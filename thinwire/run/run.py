@@ -37,6 +37,10 @@ from thinwire.run.config import DEFAULTS, TrainConfig
 from thinwire.run.optimizer import read_optimizer
 from thinwire.run.run_dir import RunDir
 
+# Options of a residency that have flags of their own, and those for which nothing need lie on a disk.
+FLAT = ("memory", "store", "activations", "slices")
+IN_MEMORY = {"activations", "slices"}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -173,7 +177,7 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
     has_experts = (config.experts or 1) > 1 or config.finds_expert_ranks or "expert" in (config.mesh or "")
     experts = {EXPERTS} if has_experts else set()
-    asked = config.memory or config.store or config.tables.get(RESIDENCY)
+    asked = config.tables.get(RESIDENCY) or any(getattr(config, name) for name in FLAT)
     resident = {RESIDENCY} if asked else set()
     if config.is_planned_late:
         return model | sequences | {PIPELINE}.union(*map(used_tables, CHOSEN_FROM))
@@ -185,16 +189,19 @@ def residency_of(config: TrainConfig) -> Residency | None:
     if RESIDENCY not in tables_in_effect(config):
         return None
     options = dict(config.tables.get(RESIDENCY, {}))
-    for name in ("memory", "store"):
+    for name in FLAT:
         stated, other = getattr(config, name), options.get(name)
         if stated is not None and other not in (None, stated):
             raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
         options[name] = stated or other
+    options = {name: value for name, value in options.items() if value is not None}
+    if options.keys() <= IN_MEMORY:
+        options["optimizer"] = "memory"
     run_dir = Path(config.run_dir).absolute()
-    if options.get("durable") and options["store"]:
+    if options.get("durable") and "store" in options:
         # Steps of several runs may lie in one folder.
         options["store"] = str(Path(options["store"]) / f"{run_dir.name}-{crc32(str(run_dir).encode()):08x}")
-    return made(Residency, {**options, "store": options["store"] or str(RunDir(config.run_dir).store)})
+    return made(Residency, {"store": str(RunDir(config.run_dir).store), **options})
 
 
 def island_size(config: TrainConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -55,17 +56,26 @@ def parse_toml(text: str, place: str, problems: Problems) -> TrainConfig:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The configuration as TOML. Leaves out unset values, and tables that the run does not use."""
+    """The configuration as TOML. Leaves out unset values, and tables that the run does not use.
+
+    A limit of this process that stands for --memory is left out too: a run that goes on elsewhere has another one.
+    """
     # With --minutes the number of steps is still to be chosen.
     left_out = (*NOT_WRITTEN, "steps") if config.minutes else NOT_WRITTEN
     lines = [
         f"{name} = {toml_value(value)}"
         for name, value in asdict(config).items()
-        if name not in left_out and value is not None
+        if name not in left_out and value is not None and not (name == "memory" and value == own_limit())
     ]
     for table in sorted(config.tables.keys() & tables_in_effect(config)):
         lines += ["", f"[{table}]", *(f"{k} = {toml_value(v)}" for k, v in config.tables[table].items())]
     return "\n".join(lines) + "\n"
+
+
+def own_limit() -> str | None:
+    """The limit of memory under which this process runs (ulimit -d), as text for --memory; None: there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if limit == resource.RLIM_INFINITY else f"{limit}b"
 
 
 def toml_value(value: Any) -> str:

@@ -3,6 +3,7 @@
 from thinwire.tiers.coding import PLAIN, Coding
 from thinwire.tiers.file import DiskFile, Pace, TierMeter, TierReading
 from thinwire.tiers.mount import check_folder
+from thinwire.tiers.passage import Passage
 from thinwire.tiers.pool import BLOCK_BYTES, Pool
 from thinwire.tiers.rows import RowStore
 from thinwire.tiers.shelf import Shelf
@@ -13,6 +14,7 @@ __all__ = [
     "Coding",
     "DiskFile",
     "Pace",
+    "Passage",
     "Pool",
     "RowStore",
     "Shelf",

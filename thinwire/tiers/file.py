@@ -72,7 +72,7 @@ class Pace:
 
 
 class DiskFile:
-    """A file of fixed size whose space is reserved at the start.
+    """A file whose space is reserved before it is used.
 
     Without a name, nothing of an earlier run can be read, and its space is freed when the process ends. With a name, it
     stays. Offsets, lengths and addresses are multiples of a block. is_direct: whether it bypasses the page cache, which
@@ -93,11 +93,20 @@ class DiskFile:
             if error.errno != errno.EINVAL:
                 raise
             self.is_direct, self._file = False, self._opened(0)
+        self._reserve()
+
+    def grow(self, num_bytes: int) -> None:
+        """Make the file larger. Raises ConfigError if there is not enough space."""
+        self.num_bytes = aligned(num_bytes)
+        self._reserve()
+
+    def _reserve(self) -> None:
         try:
             os.ftruncate(self._file, self.num_bytes)
             os.posix_fallocate(self._file, 0, max(self.num_bytes, 1))
         except OSError as error:
-            raise ConfigError(f"store {folder}: no space for {self.num_bytes / 1e9:.2f} GB: {error.strerror}") from None
+            size = f"{self.num_bytes / 1e9:.2f} GB"
+            raise ConfigError(f"store {self.folder}: no space for {size}: {error.strerror}") from None
 
     def _opened(self, flags: int) -> int:
         if self.path is not None:

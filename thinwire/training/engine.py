@@ -132,6 +132,9 @@ class Engine:
         torch.manual_seed(derive_seed(config.seed, self.share, *self._place_in_share) >> 1)
         # The token that ends a document, if documents are kept apart.
         self.end = corpus.tokenizer.end_of_document if config.documents else None
+        # Of the sequences of each micro-batch of the step.
+        self._numbers: list[Tensor] = []
+        self._come_again = config.steps * self.loader.sequences_per_step > self.loader.num_sequences
         self._forward_s = 0.0
         if self.distillation is not None and self.distillation.weight is None:
             self.distillation.weight = self._even_weight(self.distillation)
@@ -165,12 +168,16 @@ class Engine:
         of targets: the mean over all micro-batches and ranks is then the mean over all targets.
         """
         num = self.batch.accumulation
-        if self.end is None:
-            return [self.device.take(self.loader.next_batch()) for _ in range(num)]
-        each = self.loader.count_followed(self.end) / (num * self.num_shares)
-        found = []
+        each = None if self.end is None else self.loader.count_followed(self.end) / (num * self.num_shares)
+        found: list[tuple[Tensor, ...]] = []
+        self._numbers = []
         for _ in range(num):
-            batch = documents_of(*self.loader.next_batch(), self.end)
+            tokens, targets = self.loader.next_batch()
+            self._numbers.append(torch.from_numpy(self.loader.numbers))
+            if self.end is None or each is None:
+                found.append(self.device.take((tokens, targets)))
+                continue
+            batch = documents_of(tokens, targets, self.end)
             weight = (batch[1] != IGNORED).sum(dtype=torch.float64) / each
             found.append((*self.device.take(batch), weight))
         return found
@@ -199,6 +206,10 @@ class Engine:
     def _loss_of(self, module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """The loss of one micro-batch; the forward's seconds are counted."""
         start = time.perf_counter()
+        if torch.is_grad_enabled() and self._come_again:
+            # A micro-batch may be passed more than once.
+            self._numbers.append(self._numbers.pop(0))
+            self.optimizer.note_sequences(self._numbers[-1])
         if self.end is not None:
             *batch, weight = batch
             if isinstance(self.model, MoELlama):

@@ -1,7 +1,8 @@
-"""What a forward keeps for its backward: all activations, or only each layer's input."""
+"""What a forward keeps for its backward: all activations, or only each layer's input. Layers that run in slices."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from thinwire.errors import ConfigError
 from thinwire.layout.layers import layers_of
 from thinwire.losses import cut_loss, loss_in_effect
 from thinwire.models.llama import Llama, LlamaConfig
@@ -19,12 +21,57 @@ from thinwire.models.llama import Llama, LlamaConfig
 DTYPES = ("bf16", "fp32")
 
 
-def recompute(model: nn.Module) -> int:
-    """Make every layer keep only its input and recompute the rest in backward. Return the number of layers."""
+def recompute(model: nn.Module, slices: int = 1) -> int:
+    """Make every layer keep only its input and recompute the rest in backward. Return the number of layers.
+
+    slices: parts of its batch that a layer computes one after another, in forward and in backward; see `in_slices`.
+    """
     layers = layers_of(model)
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(in_slices, partial(checkpoint, layer.forward, use_reentrant=False), slices)
+    if slices > 1:
+        model.register_forward_pre_hook(_refuse_documents, with_kwargs=True)
     return len(layers)
+
+
+def in_slices(forward: Callable[..., Any], num: int, *args: Any, **kwargs: Any) -> Any:
+    """What a layer returns for a batch, computed for at most `num` parts of it in turn and put together.
+
+    The layer's weights are used once, and backward ends with all parts of a layer before it begins with the layer
+    below. args: the first is [batch, ...]. Of the others, and of `kwargs`, tensors of three or more dimensions whose
+    first is the batch are cut too, and integers [batch, seq].
+    """
+    batch = len(args[0])
+    num = min(num, batch)
+    if num == 1:
+        return forward(*args, **kwargs)
+    head = args[0].shape[:2]
+
+    def cut(given: Any, number: int) -> Any:
+        if isinstance(given, tuple | list):
+            return type(given)(cut(each, number) for each in given)
+        if isinstance(given, dict):
+            return {name: cut(each, number) for name, each in given.items()}
+        if not isinstance(given, Tensor) or not given.dim() or len(given) != batch:
+            return given
+        is_of_tokens = given.shape == head and not given.is_floating_point()
+        return given.tensor_split(num)[number] if given is args[0] or given.dim() > 2 or is_of_tokens else given
+
+    return _joined([forward(*cut(args, number), **cut(kwargs, number)) for number in range(num)])
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The outputs of all slices as those of one batch. What has no batch is that of the last slice."""
+    if isinstance(parts[0], Tensor) and parts[0].dim():
+        return torch.cat(parts)
+    if isinstance(parts[0], tuple | list):
+        return type(parts[0])(_joined(list(each)) for each in zip(*parts, strict=True))
+    return parts[-1]
+
+
+def _refuse_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if len(args) > 2 or kwargs.get("documents") is not None:
+        raise ConfigError("slices beside documents: their bounds are those of a whole batch; leave one of both out")
 
 
 def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
@@ -45,7 +92,7 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
             pack(tensor)
 
     # What is given to a layer that is computed again passes no hook of saved tensors.
-    again = [layer for layer in layers_of(model) if getattr(vars(layer).get("forward"), "func", None) is checkpoint]
+    again = [layer for layer in layers_of(model) if getattr(vars(layer).get("forward"), "func", None) is in_slices]
     hooks = [layer.register_forward_pre_hook(pack_inputs) for layer in again]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(*inputs)
@@ -74,6 +121,22 @@ def kept_by(
         for num in (1, 2)
     )
     return one + (config.num_hidden_layers - 1) * (two - one)
+
+
+def kept_ways(
+    config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str = "auto", slices: int = 1
+) -> dict[str, int]:
+    """What `kept_by` says if activations are kept; with layers that are computed again, and one of them; and on a disk.
+
+    Of those on a disk, two layers' are in memory.
+
+    slices: see `in_slices`.
+    """
+    whole = kept_by(config, loss, batch, seq_len, dtype)
+    inputs = kept_by(config, loss, batch, seq_len, dtype, recomputes=True)
+    largest = -(-batch // min(slices, batch))
+    layer = whole * largest // (batch * max(1, config.num_hidden_layers))
+    return {"keep": whole, "recompute": min(whole, inputs + layer), "offload": min(whole, 2 * layer)}
 
 
 def _kept_by_all(config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str, *, recomputes: bool) -> int:

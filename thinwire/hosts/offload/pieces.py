@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
-from thinwire.errors import ThinwireError
 from thinwire.hosts.offload.states import twin_of
 from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.hosts.sharded.owned import Owned, slots_of, state_of_piece
@@ -21,12 +19,10 @@ from thinwire.methods.memory import Residency
 from thinwire.optim import Part, Shards, SummingOptimizer
 from thinwire.state.elementwise import elementwise_kinds, state_kinds
 from thinwire.state.portable import Held, add_optimizer, records_of, report_optimizer, rescale, state_for
-from thinwire.tiers import BLOCK_BYTES, DiskFile, Pace, TierMeter
-from thinwire.tiers.pool import aligned, pages
+from thinwire.tiers import BLOCK_BYTES, DiskFile, Pace, Passage, TierMeter
+from thinwire.tiers.pool import aligned
 
 FP32_BYTES = 4
-# Bytes that pass between a piece and the disk at once.
-CHUNK_BYTES = 4 << 20
 # Of a piece: its master and at most so many kinds of state begin with a block.
 MOST_TENSORS = 4
 
@@ -59,12 +55,12 @@ class PiecesOnDisk:
         parts: Mapping[str, Part],
     ) -> None:  # fmt: skip
         self.inner, self.units, self.meter = inner, weights.units, meter
-        self._chunk = pages(CHUNK_BYTES)
         self._buckets = [bucket for unit in self.units for bucket in unit.buckets]
         grouped, kinds = slots_of(inner, self._buckets), elementwise_kinds(inner)
         slots = [slot for group in grouped for slot in group if slot.owned.start < slot.owned.stop]
         sizes = [self._most_bytes(slot.owned.stop - slot.owned.start, parts.get(slot.name)) for slot in slots]
         self.file = DiskFile(residency.folder, sum(sizes), meter, pace)
+        self._passage = Passage(self.file)
         self.spots: dict[Tensor, PieceSpot] = {}
         place = 0
         for group, own in zip(inner.param_groups, grouped, strict=True):
@@ -163,6 +159,9 @@ class PiecesOnDisk:
                 with self.bring(spot.owned.master):
                     spot.owned.master[low - own.start : high - own.start] = values[low - first : high - first]
 
+    def sent(self, bucket: FlatBucket) -> None:
+        """See Away. The memory stays for the next gradients."""
+
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         """See States. The pieces are saved from the disk, while training waits."""
         shadow, held = twin_of(self.inner), dict[str, Held]()
@@ -221,22 +220,8 @@ class PiecesOnDisk:
             return
         for tensor, place, sums in spot.stored:
             tensor.untyped_storage().resize_(tensor.nbytes)
-            for (start, part, space), expected in zip(self._chunks(tensor), sums, strict=True):
-                self.file.read(place + start, space)
-                if zlib.crc32(space.numpy().data) != expected:
-                    name = spot.owned.slot.name
-                    raise ThinwireError(
-                        f"store {self.file.folder}: {name!r} is not what was written: the disk is damaged"
-                    )
-                part.copy_(space[: len(part)])
+            self._passage.read(place, tensor, sums, f"{spot.owned.slot.name!r} is")
         spot.is_here = True
-
-    def _chunks(self, tensor: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (first byte, these bytes of a tensor, memory for whole blocks of them)."""
-        octets = tensor.detach().view(-1).view(torch.uint8)
-        for start in range(0, len(octets), CHUNK_BYTES):
-            part = octets[start : start + CHUNK_BYTES]
-            yield start, part, self._chunk[: aligned(len(part))]
 
     def _put_away(self, spot: PieceSpot) -> None:
         self._write(spot)
@@ -251,13 +236,7 @@ class PiecesOnDisk:
         before = {(tensor, place): sums for tensor, place, sums in spot.stored}
         at, spot.stored = spot.place, []
         for tensor in self._tensors(spot):
-            sums, known = list[int](), before.get((tensor, at), [])
-            for number, (start, part, space) in enumerate(self._chunks(tensor)):
-                # Not from the tensor itself: a view of numpy's would pin its memory.
-                space[: len(part)], space[len(part) :] = part, 0
-                sums.append(zlib.crc32(space.numpy().data))
-                if known[number : number + 1] != sums[-1:]:
-                    self.file.write(at + start, space)
+            sums = self._passage.write(at, tensor, before.get((tensor, at), []))
             spot.stored.append((tensor, at, sums))
             at += aligned(tensor.nbytes)
         assert at <= spot.place + spot.num_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,18 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
 from thinwire.hosts.sharded.bucket import FlatBucket, Slot
 from thinwire.layout.buckets import BucketLayout
 from thinwire.methods.memory.placement import SMALL_NUMEL
-from thinwire.tiers import DiskFile, Pace, RowStore, TierMeter
-from thinwire.tiers.pool import aligned, pages
-
-# Bytes that pass between a bucket and the disk at once.
-CHUNK_BYTES = 4 << 20
+from thinwire.tiers import DiskFile, Pace, Passage, RowStore, TierMeter
+from thinwire.tiers.pool import aligned
 
 
 @dataclass(eq=False)
@@ -69,7 +63,7 @@ class Replicas:
         self._number: dict[FlatBucket, int] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
-        self._chunks = pages(CHUNK_BYTES), pages(CHUNK_BYTES)
+        self._inwards, self._outwards = Passage(self.file), Passage(self.file)
         # What a step touches in turn, how far this one has come with it, and what it has touched itself.
         self._order: list[FlatBucket] = []
         self._at = 0
@@ -254,24 +248,10 @@ class Replicas:
             self._begin(following)
 
     def _read(self, bucket: FlatBucket, spot: Spot) -> None:
-        octets, chunk = bucket.live.view(torch.uint8), self._chunks[0]
-        for number, start in enumerate(range(0, spot.num_bytes, CHUNK_BYTES)):
-            part = octets[start : start + CHUNK_BYTES]
-            space = chunk[: aligned(part.numel())]
-            self.file.read(spot.place + start, space)
-            if zlib.crc32(space.numpy().data) != spot.sums[number]:
-                raise ThinwireError(f"store {self.file.folder}: weights are not what was written: the disk is damaged")
-            part.copy_(space[: part.numel()])
+        self._inwards.read(spot.place, bucket.live, spot.sums, "weights are")
 
     def _write(self, bucket: FlatBucket, spot: Spot) -> None:
-        octets, chunk, sums = bucket.live.view(torch.uint8), self._chunks[1], list[int]()
-        for start in range(0, spot.num_bytes, CHUNK_BYTES):
-            part = octets[start : start + CHUNK_BYTES]
-            space = chunk[: aligned(part.numel())]
-            space[: part.numel()].copy_(part)
-            sums.append(zlib.crc32(space.numpy().data))
-            self.file.write(spot.place + start, space)
-        spot.sums = sums
+        spot.sums = self._outwards.write(spot.place, bucket.live)
         for slot in bucket.slots:
             if slot.name in spot.rows:
                 spot.rows[slot.name].note(slot.span.of(bucket.live))

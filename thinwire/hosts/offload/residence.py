@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.checkpoint import Snapshot
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hosts.offload.activations import recompute
+from thinwire.hosts.offload.gradients import GradientsOnDisk
 from thinwire.hosts.offload.journal import Journal
+from thinwire.hosts.offload.norms import SeenNorms
 from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.hosts.offload.replicas import Replicas, is_large
 from thinwire.hosts.offload.room import MemoryRoom, give_pages_back
 from thinwire.hosts.offload.sampling import RowSampler
+from thinwire.hosts.offload.spill import ActivationsOnDisk
 from thinwire.hosts.offload.states import StatesOnDisk
 from thinwire.hosts.offload.weights import WeightsOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket
@@ -24,6 +27,7 @@ from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
 from thinwire.methods.memory import Residency, check_across
 from thinwire.methods.memory.placement import stays
+from thinwire.methods.memory.residency import OFFLOAD
 from thinwire.optim import Part, SummingOptimizer
 from thinwire.table import Row
 from thinwire.tiers import Pace, TierMeter
@@ -39,25 +43,32 @@ class Residence:
         holds_states: masters and the optimizer's state lie on the disk.
         replicas: the weights on the disk; None: all weights are in memory.
         num_layers: number of layers that are recomputed in backward.
+        gradients: the mean gradients on the disk; None: all are in memory.
         sampler: keeps a sample of activations; None: all are kept.
+        activations: moves activations to the disk; None: they stay in memory.
         journal: makes every step durable; None: only checkpoints are.
     """
 
     def __init__(
         self, residency: Residency, units: Sequence[Unit], *, weights: bool, states: bool, num_layers: int,
-        sampler: RowSampler | None, comm: Communicator,
+        sampler: RowSampler | None, comm: Communicator, model: nn.Module,
     ) -> None:  # fmt: skip
-        self.num_layers, self.sampler = num_layers, sampler
+        self.num_layers, self.sampler, self._comm = num_layers, sampler, comm
         self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
         self.room, self.holds_states, self._num_updates = MemoryRoom(residency.memory_bytes), states, 0
         self.journal = Journal(residency.folder, comm) if residency.durable else None
         self.replicas: Replicas | None = None
+        self.gradients: GradientsOnDisk | None = None
         self._states: StatesOnDisk | None = None
         self._pieces: PiecesOnDisk | None = None
         held = [layout for unit in units for layout in unit.layouts]
         if weights and any(map(is_large, held)):
             give_pages_back()
             self.replicas = Replicas(residency.folder, held, self.meter, self.pace)
+        self.activations: ActivationsOnDisk | None = None
+        if residency.activations == OFFLOAD:
+            given = () if self.replicas is None else (self.replicas.pack, self.replicas.unpack)
+            self.activations = ActivationsOnDisk(model, residency.folder, self.meter, self.pace, *given)
 
     @classmethod
     def of(
@@ -75,16 +86,31 @@ class Residence:
         if weights and (cut or device.type != "cpu"):
             why = "are cut over ranks already" if cut else f"lie on {device}"
             raise ConfigError(f"residency: weights that {why} can't lie on a disk; nearest: weights='memory'")
-        num_layers = recompute(model) if residency.activations == "recompute" else 0
+        num_layers = recompute(model, residency.slices or 1) if residency.activations == "recompute" else 0
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
-        if not (weights or states or num_layers or sampler):
+        if not (weights or states or num_layers or sampler or residency.activations == OFFLOAD):
             return None
-        return cls(residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler, comm=comm)
+        return cls(
+            residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler, comm=comm,
+            model=model,
+        )  # fmt: skip
+
+    def note_sequences(self, numbers: Tensor) -> None:
+        """See ParallelOptimizer."""
+        if self.sampler is None:
+            return
+        if self.sampler.seen is None:
+            folder = None if self.options.store is None else self.options.folder
+            self.sampler.seen = SeenNorms(self._comm, folder, self.meter)
+        self.sampler.seen.begin(numbers)
 
     def take(self, bucket: FlatBucket) -> None:
         """Register a new bucket."""
         if self.replicas is not None:
             self.replicas.take(bucket)
+        if self.options.gradients == "disk":
+            # Those of the next bucket take its place.
+            bucket.shard_grad.untyped_storage().resize_(0)
         for slot in bucket.slots:
             slot.param.register_post_accumulate_grad_hook(lambda _: self.room.look())
 
@@ -92,11 +118,15 @@ class Residence:
         """The object that brings weights: `plain`, or one that loads them from the disk."""
         if self.replicas is None:
             return plain
-        return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas)
+        return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas, packs=self.activations is None)
 
     def states(self, inner: torch.optim.Optimizer, weights: Weights, layout: Mapping[str, Any]) -> StatesOnDisk:
         """The object that holds masters and the optimizer's state on the disk. layout: see `layout_of`."""
         self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace, self.journal, layout)
+        if self.options.gradients == "disk":
+            held = [bucket for unit in weights.units for bucket in unit.buckets]
+            self.gradients = GradientsOnDisk(self.options.folder, held, self.meter, self.pace)
+            self._states.gradients = self.gradients
         return self._states
 
     def pieces(self, inner: SummingOptimizer, weights: Weights, parts: Mapping[str, Part]) -> PiecesOnDisk:
@@ -155,6 +185,10 @@ class Residence:
             rows.append(("masters and optimizer state", where, why or "one piece of a tensor is in memory at a time"))
         if self.journal is not None:
             rows.append(self.journal.row)
+        if self.gradients is not None:
+            step_bytes += self.gradients.num_bytes
+            where = f"{self.gradients.num_bytes / 1e6:.3f} MB on this rank's disk"
+            rows.append(("gradients", where, "each bucket's mean waits there for its update"))
         if self.replicas is not None:
             replicas = self.replicas
             step_bytes += replicas.total_bytes
@@ -165,10 +199,17 @@ class Residence:
         if self.sampler is not None:
             what = f"{self.sampler.ratio:g} of the rows of what {self.sampler.num_layers} linear layers are given"
             rows.append(("activations", what, "the gradient of their weights is an estimate without bias"))
+        if self.activations is not None:
+            rows.append(("activations", f"on this rank's disk, {options.folder}", "each storage is written once"))
         if self.num_layers:
             rows.append(("activations", f"{self.num_layers} layers keep their inputs", "the rest is computed again"))
+        if options.is_sliced:
+            what = f"{options.slices} parts of a micro-batch, one after another in each layer"
+            rows.append(("slices", what, "weights are read once for all of them"))
         files = list(self._states.shelf.files.values()) if self._states is not None else []
-        files += [each.file for each in (self.replicas, self._pieces) if each is not None]
+        files += [
+            each.file for each in (self.replicas, self.gradients, self._pieces, self.activations) if each is not None
+        ]
         if not all(file.is_direct for file in files):
             rows.append(("O_DIRECT", "no", "this file system refuses it: pages are dropped after each write"))
         done = self.meter.snapshot()
@@ -185,8 +226,14 @@ class Residence:
 
     def close(self) -> None:
         """Free memory and disk space."""
+        if self.sampler is not None and self.sampler.seen is not None:
+            self.sampler.seen.close()
         if self._states is not None:
             self._states.shelf.close()
+        if self.gradients is not None:
+            self.gradients.close()
+        if self.activations is not None:
+            self.activations.close()
         if self._pieces is not None:
             self._pieces.close()
         if self.replicas is not None:

@@ -14,33 +14,41 @@ from torch.nn import functional as F
 
 from thinwire.codecs import derive_seed
 from thinwire.codecs.random import named_seed
+from thinwire.hosts.offload.norms import SeenNorms
 from thinwire.layout.layers import layers_of
 from thinwire.methods.memory.sampling import chosen, num_kept
 
 
 class KeptRows(NamedTuple):
-    """What is kept of an input: its rows [k, features], each times what it counts, and their numbers, int64 [k]."""
+    """What is kept of an input: its rows [k, features], each times what it counts, and their numbers, int64 [k].
+
+    note: takes the norms of the gradients of the layer's output.
+    """
 
     source: weakref.ref[Tensor]
     version: int
     rows: Tensor
     places: Tensor
+    note: Callable[[Tensor], None] | None
 
 
 class RowSampler:
     """Lets every linear layer inside the model's layers keep a sample of its input's rows; see `chosen`.
 
-    Outputs and the gradients of inputs are exact. A row weighs what its norm is. Layers that are given the same tensor,
-    such as those of q, k and v, share one sample. Draws depend on the seed, the number of the forward in its step, and
-    the name of the first such layer: a layer that is computed again draws the same rows. Rows that a keyword argument
-    `attention_mask` [batch, seq] of the model leaves out are neither counted nor kept. In forwards without gradients,
-    and of layers whose weights have none, nothing is drawn.
+    Outputs and the gradients of inputs are exact. A row weighs what its norm is, times that of the gradient of the
+    layer's output when its sequence was last seen, see `SeenNorms`, if the numbers of sequences are told. Layers that
+    are given the same tensor, such as those of q, k and v, share one sample. Draws depend on the seed, the number of
+    the forward in its step, and the name of the first such layer: a layer that is computed again draws the same rows.
+    Rows that a keyword argument `attention_mask` [batch, seq] of the model leaves out are neither counted nor kept. In
+    forwards without gradients, and of layers whose weights have none, nothing is drawn.
 
-    seed: of the step under way.
+    Attributes:
+        seed: of the step under way.
+        seen: None: rows weigh what their norms are.
     """
 
-    def __init__(self, model: nn.Module, ratio: float) -> None:
-        self.ratio = ratio
+    def __init__(self, model: nn.Module, ratio: float, seen: SeenNorms | None = None) -> None:
+        self.ratio, self.seen = ratio, seen
         self.seed: Callable[[], int] = lambda: 0
         self._number = 0
         self._step: int | None = None
@@ -67,7 +75,7 @@ class RowSampler:
         kept = self._last
         if kept is None or kept.source() is not x or kept.version != x._version:
             kept = self._last = self._keep(name, x.detach(), weakref.ref(x))
-        return SampledLinear.apply(x, linear.weight, linear.bias, kept.rows, kept.places)
+        return SampledLinear.apply(x, linear.weight, linear.bias, kept.rows, kept.places, kept.note)
 
     def _keep(self, name: str, x: Tensor, source: weakref.ref[Tensor]) -> KeptRows:
         rows = x.flatten(0, -2)
@@ -75,8 +83,11 @@ class RowSampler:
         num = num_kept(self.ratio, len(rows) if counts is None else max(1, int(counts.count_nonzero())))
         weights = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
         weights = weights if counts is None else weights * (counts != 0)
+        seen = None if self.seen is None else self.seen.weights(name, len(rows))
+        weights = weights if seen is None else weights * seen.to(weights)
         index, scales = chosen(weights, num, derive_seed(named_seed(self.seed(), name), self._number))
-        return KeptRows(source, x._version, rows[index] * scales.to(x.dtype).unsqueeze(1), index)
+        note = None if self.seen is None else partial(self.seen.add, name)
+        return KeptRows(source, x._version, rows[index] * scales.to(x.dtype).unsqueeze(1), index, note)
 
 
 class SampledLinear(torch.autograd.Function):
@@ -84,9 +95,11 @@ class SampledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, index: Tensor
-    ) -> Tensor:
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, index: Tensor,
+        note: Callable[[Tensor], None] | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(weight, rows, index)
+        ctx.note = note  # type: ignore[attr-defined]
         ctx.has_bias = bias is not None  # type: ignore[attr-defined]
         return F.linear(x, weight, bias)
 
@@ -96,6 +109,8 @@ class SampledLinear(torch.autograd.Function):
         weight, rows, index = ctx.saved_tensors
         by_input = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
         flat = grad.flatten(0, -2)
+        if ctx.note is not None:
+            ctx.note(torch.linalg.vector_norm(flat, dim=1, dtype=torch.float32))
         by_weight = (flat[index].T @ rows.to(grad.dtype)).to(weight.dtype)
         by_bias = flat.sum(0).to(weight.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return by_input, by_weight, by_bias, None, None
+        return by_input, by_weight, by_bias, None, None, None

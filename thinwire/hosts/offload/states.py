@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
+from thinwire.hosts.offload.gradients import GradientsOnDisk
 from thinwire.hosts.offload.journal import SHELF, Journal
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.owned import slots_of, state_of_piece
@@ -63,7 +64,10 @@ class StatesOnDisk:
     """This rank's masters, bucket after bucket, and the optimizer's state for each of their elements, on a disk.
 
     The user's optimizer steps one sub-group after another. Only three sub-groups are in memory, plus those that stay
-    there. Updated masters lie in the `shard_grad` of their bucket until the next reduction.
+    there. Updated masters lie in the `shard_grad` of their bucket until all ranks have them.
+
+    Attributes:
+        gradients: brings mean gradients from the disk; None: they are in memory.
 
     Raises ConfigError if the disk has not enough space.
     """
@@ -73,6 +77,7 @@ class StatesOnDisk:
         journal: Journal | None, layout: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.inner, self.units = inner, weights.units
+        self.gradients: GradientsOnDisk | None = None
         self._starts: dict[FlatBucket, int] = {}
         numel = 0
         for bucket in (bucket for unit in self.units for bucket in unit.buckets):
@@ -159,6 +164,9 @@ class StatesOnDisk:
         unit = next(coming, None)
         for record in self.shelf.each():
             tensors, (start, end) = self.shelf.take(record), self.shelf.span(record)
+            if self.gradients is not None:
+                for bucket, _, _ in self._buckets_in(start, end):
+                    self.gradients.bring(bucket)
             self._step_parts(record, tensors, start, used)
             for bucket, low, high in self._buckets_in(start, end):
                 first = self._starts[bucket]
@@ -219,6 +227,11 @@ class StatesOnDisk:
             low, high = max(first, start), min(first + values.numel(), end)
             tensors[MASTER][low - start : high - start] = values[low - first : high - first]
             self.shelf.put(record, [MASTER])
+
+    def sent(self, bucket: FlatBucket) -> None:
+        """See Away."""
+        if self.gradients is not None:
+            self.gradients.free(bucket)
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         """See States. The pieces lie on the disk and are saved from there, while training waits."""

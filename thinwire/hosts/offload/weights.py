@@ -34,15 +34,20 @@ class WeightsOnDisk(Weights):
 
     An update takes buckets in order of forward. While one bucket's differences arrive, the next one is read and the
     last one is written.
+
+    packs: what autograd saves of weights is packed here, see `Replicas.pack`; False: something else does it.
     """
 
-    def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, replicas: Replicas) -> None:
+    def __init__(
+        self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, replicas: Replicas, *, packs: bool = True
+    ) -> None:
         super().__init__(units, seeds)
         self.replicas = replicas
         self._flying: deque[LiveUnit] = deque()
         self._contexts: list[torch.autograd.graph.saved_tensors_hooks] = []
-        model.register_forward_pre_hook(Hook(lambda *_: self._enter()))
-        model.register_forward_hook(Hook(lambda *_: self._exit()), always_call=True)
+        if packs:
+            model.register_forward_pre_hook(Hook(lambda *_: self._enter()))
+            model.register_forward_hook(Hook(lambda *_: self._exit()), always_call=True)
         unit_of = {id(slot.param): unit for unit in units for slot in unit.slots}
         self._tables: set[nn.Module] = set()
         self._units_of: dict[nn.Module, list[LiveUnit]] = {}

@@ -61,6 +61,10 @@ class Away(Protocol):
         """Set the masters from element `first` on."""
         ...
 
+    def sent(self, bucket: FlatBucket) -> None:
+        """Note that the updated masters in the bucket's `shard_grad` are needed no more."""
+        ...
+
 
 class FlatBucket:
     """Parameters that travel together, on this rank.
@@ -78,7 +82,7 @@ class FlatBucket:
         num_losses: number of ranks whose mean loss is trained: those of `comm`, and others that hold other parameters
             in place of these.
         away: holds the masters if `master` does not. From an update to the next reduction, `shard_grad` then holds the
-            updated masters.
+            updated masters, until all ranks have them.
         passes: the memory of `live` comes and goes.
     """
 
@@ -113,6 +117,17 @@ class FlatBucket:
         self.away: Away | None = None
         self.passes = False
         self.note()
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of `shard_grad`."""
+        return self.shard_grad.numel() * self.shard_grad.itemsize
+
+    def hold_gradients(self) -> None:
+        """Give `shard_grad` memory, if it has none."""
+        storage = self.shard_grad.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.shard_bytes)
 
     @property
     def masters(self) -> Tensor:
@@ -190,6 +205,7 @@ class FlatBucket:
         if isinstance(feedback, Estimates):
             total = feedback.add_up(total)
         if not once:
+            self.hold_gradients()
             self.sums.copy_(total) if first else self.sums.add_(total)
             if not last:
                 return
@@ -198,6 +214,7 @@ class FlatBucket:
                 link.subgroup(levels.column(rank)), self.sums, wire.intra, wire.inter,
                 seed=derive_seed(seed, levels.num_blocks), counter=counter, operation="gradient sums",
             )  # fmt: skip
+        self.hold_gradients()
         torch.mul(total, 1.0 / self.num_losses, out=self.shard_grad)
 
     def refresh(self, link: Link, message: Tensor, codec: Codec, differences: bool, seed: int) -> Rounds[None]:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,12 +67,33 @@ def crossing_bytes(layout: BucketLayout) -> int:
     return sent["inter"] or sent["intra"]
 
 
+class Keeper(Protocol):
+    """Keeps mean gradients outside the buckets' own memory, from their reduction to the update.
+
+    norms: what the optimizer needs of a bucket's gradients before the update.
+    """
+
+    norms: dict[FlatBucket, list[float]]
+
+    def leave(self, bucket: FlatBucket) -> None:
+        """Take the gradients of a bucket, whose `shard_grad` has no memory from then on."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply all of them by a factor."""
+        ...
+
+    def end(self) -> None:
+        """Begin a new step."""
+        ...
+
+
 class Gradients:
     """Reduces each unit's gradients when backward has written them to `.grad`.
 
     A module's gradients are sent after every backward and removed from `.grad`. A bucket's are summed in `.grad` until
     the step's last backward and stay there, unless they are released to save memory. pace: says when they leave; None:
-    as soon as they are ready.
+    as soon as they are ready. keeper: takes mean gradients away; None: they stay in `shard_grad`.
     """
 
     def __init__(self, units: Sequence[LiveUnit], weights: Weights, seeds: Seeds, *, releases: bool = False) -> None:
@@ -81,7 +103,8 @@ class Gradients:
         self._num_launched = 0
         self._sent: list[SentGradient] = []
         self._reducing: dict[FlatBucket, Future[None]] = {}
-        self._flying: deque[FlatBucket] = deque()
+        self._flying: deque[tuple[FlatBucket, bool]] = deque()
+        self.keeper: Keeper | None = None
         self.pace: HeldGradients | None = None
         for unit in units:
             for slot in unit.slots:
@@ -142,9 +165,11 @@ class Gradients:
                 self.pace.add(crossing_bytes(bucket.layout), partial(self._start, bucket, job))
             else:
                 self._start(bucket, job)
-            if self.releases:
+            if self.releases or self.keeper is not None:
                 del grads
-                self._wait_for_earlier(bucket)
+                self._flying.append((bucket, last))
+                if self.pace is None:
+                    self._wait_for_earlier(MOST_IN_FLIGHT)
         unit.num_sent += 1
         unit.ready.clear()
         unit.is_sent = last
@@ -152,12 +177,13 @@ class Gradients:
     def _start(self, bucket: FlatBucket, job: Callable[[Link], Rounds[None]]) -> None:
         self._reducing[bucket] = bucket.comm.submit(job)
 
-    def _wait_for_earlier(self, bucket: FlatBucket) -> None:
+    def _wait_for_earlier(self, most: int) -> None:
         """Limit the reductions under way: on a slow link, backward would otherwise fill the memory with gradients."""
-        self._flying.append(bucket)
-        while len(self._flying) > MOST_IN_FLIGHT:
-            earlier = self._flying.popleft()
+        while len(self._flying) > most:
+            earlier, is_last = self._flying.popleft()
             earlier.comm.wait(self._reducing[earlier])
+            if self.keeper is not None and is_last:
+                self.keeper.leave(earlier)
 
     def finish(self) -> None:
         """Wait until the mean gradients have arrived."""
@@ -167,6 +193,7 @@ class Gradients:
         self._num_launched = len(self.units)
         if self.pace is not None:
             self.pace.finish()
+        self._wait_for_earlier(0)
         for bucket, future in self._reducing.items():
             bucket.comm.wait(future)
 
@@ -184,6 +211,8 @@ class Gradients:
         self._sent.clear()
         self._reducing.clear()
         self._flying.clear()
+        if self.keeper is not None:
+            self.keeper.end()
         self._num_launched = 0
         for unit in self.units:
             unit.ready.clear()

@@ -142,6 +142,9 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         if overlap or comes_and_goes:
             self._guard_weights()
         self._residence = residence
+        if residence is not None and residence.gradients is not None:
+            self._gradients.keeper = residence.gradients
+            residence.gradients.norms_of = self._norms
         if residence is not None and residence.sampler is not None:
             residence.sampler.seed = partial(self._seeds.activations, ranks.comm.rank)
         if residence is not None and residence.journal is not None:
@@ -227,6 +230,10 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self.memory.state.scale_residuals(self._clipping.note(float(norm), max_norm))
         return norm
 
+    def note_sequences(self, numbers: Tensor) -> None:
+        if self._residence is not None:
+            self._residence.note_sequences(numbers)
+
     def synchronize(self) -> None:
         """Bring the whole updated weights to this rank, where they stay until the next backward.
 
@@ -289,6 +296,9 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             comm.release()
 
     def _scale(self, factor: float) -> None:
+        if self._gradients.keeper is not None:
+            self._gradients.keeper.scale(factor)
+            return
         for bucket in self.buckets:
             bucket.shard_grad.mul_(factor)
 
@@ -329,14 +339,16 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
 
     def _squares(self) -> float:
         """Sum of squares of the elements of this rank's slices of the mean gradient that it counts."""
-        total = 0.0
-        for bucket in self.buckets:
-            counted = [slot.owned for slot in bucket.slots if self.ranks.counts(slot.name)]
-            is_whole = len(counted) == len(bucket.slots)
-            for piece in [slice(None)] if is_whole else counted:
-                norm = float(torch.linalg.vector_norm(bucket.shard_grad[piece], dtype=torch.float64))
-                total += norm * norm
-        return total
+        taken = self._gradients.keeper
+        norms = (self._norms(bucket) if taken is None else taken.norms[bucket] for bucket in self.buckets)
+        return sum((norm * norm for own in norms for norm in own), 0.0)
+
+    def _norms(self, bucket: FlatBucket) -> list[float]:
+        """2-norms of the parts of a bucket's mean gradient that this rank counts."""
+        counted = [slot.owned for slot in bucket.slots if self.ranks.counts(slot.name)]
+        is_whole = len(counted) == len(bucket.slots)
+        pieces = [slice(None)] if is_whole else counted
+        return [float(torch.linalg.vector_norm(bucket.shard_grad[piece], dtype=torch.float64)) for piece in pieces]
 
     @property
     def bytes_per_step(self) -> int:

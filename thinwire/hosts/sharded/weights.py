@@ -68,6 +68,8 @@ class Weights:
             return False
         for bucket, future in self._coming[unit]:
             bucket.comm.wait(future)
+            if bucket.away is not None:
+                bucket.away.sent(bucket)
         del self._coming[unit]
         return True
 

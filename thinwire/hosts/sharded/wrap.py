@@ -26,6 +26,7 @@ from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.layout.levels import Levels
 from thinwire.methods.memory import Residency, settled
 from thinwire.methods.sharded import ShardedMethod
+from thinwire.optim import SummingOptimizer
 from thinwire.state.elementwise import check_elementwise
 from thinwire.state.given import Given, optimizer_options, parameters_of, same_on_all_ranks
 from thinwire.state.replicas import check_device, digest, equal_bits, odd_ranks
@@ -130,7 +131,8 @@ def zero(
         # Few runs need it.
         from thinwire.hosts.offload.residence import Residence
 
-        residency = settled(residency, method, model, ranks.comm.topology)
+        across = isinstance(optimizer, SummingOptimizer)
+        residency = settled(residency, method, model, ranks.comm.topology, across=across)
         residence = Residence.of(residency, model, inner=optimizer, units=units, device=device, comm=ranks.comm)
     sharded = ShardedOptimizer(
         model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -10,49 +11,78 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.buckets import Unit
-from thinwire.methods.memory.residency import FP32_BYTES, LEAST_SUB_GROUP, Residency
+from thinwire.methods.interface import MethodPlan
+from thinwire.methods.memory.residency import FP32_BYTES, OFFLOAD, PASSING_SHARE, Residency
 from thinwire.methods.sharded import ShardedMethod
 
 # Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
 PROCESS_BYTES = 480_000_000
+# Temporary tensors of kernels, and what the allocator can't give back.
+KERNEL_BYTES = 64_000_000
 # Sub-groups that are in memory at a time.
 NUM_PASSING = 3
 # Master, and AdamW's two moments.
 NUM_STATES = 3
 # Buckets of weights in memory at a time, and of gradients: one computes, one travels.
 NUM_BUCKETS = 2
+# Of mean gradients that wait on a disk: two are written, or read and stepped, while one is reduced or sent.
+NUM_MEANS = 3
 # Where weights and gradients would leave less than a third of the budget to all else, they are better on a disk.
 MOST_SHARE = 2 / 3
-# Of the budget, what the floor and all activations may take: packets and sub-groups in passing need the rest.
-FULL_SHARE = 0.8
+# Scratch memory of the messages of a bucket, over its size: gradients as sent, and packets; and messages under way.
+PACKET_SHARE, NUM_SENT = 1.5, 2
+# Of the budget, what the floor may take for a way to be chosen.
+FULL_SHARE = 0.9
+# Bytes that a forward keeps in memory for its backward, by "keep", "recompute" and "offload".
+Kept = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Bytes that a process needs, by part, under its residency; without activations. disk: bytes on the disk."""
+    """Bytes that a process needs, by part, under its residency.
+
+    Attributes:
+        disk: bytes on the disk.
+        is_whole: activations are among the parts.
+        passing: bytes of sub-groups, a share of the budget that is part of the floor.
+    """
 
     parts: dict[str, int]
     disk: int
+    is_whole: bool
+    passing: int = 0
 
     @classmethod
     def of(
-        cls, residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int
-    ) -> Floor:
-        """The least memory of a rank. model: only its shapes are used."""
+        cls, residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int,
+        kept: Kept | None = None,
+    ) -> Floor:  # fmt: skip
+        """The least memory of a rank. model: only its shapes are used. kept: see `settled`."""
         plan = method.plan(model, topology, micro_batches)
-        parts = {"process": PROCESS_BYTES} | plan.memory
-        disk = 0
+        parts = {"process": PROCESS_BYTES, "kernels": KERNEL_BYTES} | plan.memory
+        disk = passing = 0
         if residency.optimizer != "memory":
-            passing = NUM_PASSING * NUM_STATES * FP32_BYTES * (residency.sub_group or LEAST_SUB_GROUP)
+            passing = NUM_PASSING * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES)
             disk, parts["optimizer"] = residency.disk_bytes(plan.optimizer), min(passing, plan.optimizer)
+        largest = max((FP32_BYTES * unit.numel for unit in units_of(method, model, topology)), default=0)
+        mean = mean_bytes(plan)
+        own = plan.gradients - mean
         if residency.weights == "disk":
-            largest = max((FP32_BYTES * unit.numel for unit in units_of(method, model, topology)), default=0)
             disk += plan.weights
             parts["weights"] = min(NUM_BUCKETS * largest, plan.weights)
             if micro_batches == 1:
-                mean = plan.weights // topology.world_size
-                parts["gradients"] = min(mean + NUM_BUCKETS * largest, plan.gradients)
-        return cls({name: num_bytes for name, num_bytes in parts.items() if num_bytes}, disk)
+                own = min(own, NUM_BUCKETS * largest)
+        if residency.gradients == "disk":
+            disk, mean = disk + mean, min(mean, NUM_MEANS * largest // topology.world_size)
+        parts["gradients"] = own + mean
+        if topology.world_size > 1:
+            parts["packets"] = int(NUM_SENT * PACKET_SHARE * largest)
+        if kept is not None and residency.activations == OFFLOAD:
+            disk += kept["keep"]
+        if kept is not None:
+            parts["activations"] = kept.get(residency.activations, kept["keep"])
+        found = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+        return cls(found, disk, kept is not None, 0 if residency.sub_group else passing)
 
     @property
     def num_bytes(self) -> int:
@@ -63,13 +93,18 @@ class Floor:
         if memory_bytes is None or memory_bytes >= self.num_bytes:
             return
         listed = ", ".join(f"{name} {num_bytes / 1e6:.0f} MB" for name, num_bytes in self.parts.items())
-        # Beside the floor, activations need room.
-        least = math.ceil(self.num_bytes / FULL_SHARE / 1e6)
+        # A larger budget has larger sub-groups.
+        least = math.ceil(max(self.num_bytes, (self.num_bytes - self.passing) / (1 - PASSING_SHARE)) / 1e6)
         ranks = ", or more ranks" if self.num_bytes > 2 * PROCESS_BYTES else ""
         raise ConfigError(
-            f"--memory of {memory_bytes / 1e6:.0f} MB is below the floor of {self.num_bytes / 1e6:.0f} MB: {listed}, "
-            f"before activations; nearest: --memory {least}mb{ranks}"
+            f"--memory of {memory_bytes / 1e6:.0f} MB is below the floor of {self.num_bytes / 1e6:.0f} MB: {listed}"
+            f"{'' if self.is_whole else ', before activations'}; nearest: --memory {least}mb{ranks}"
         )
+
+
+def mean_bytes(plan: MethodPlan) -> int:
+    """Bytes of the mean gradients of which a rank has the masters."""
+    return plan.optimizer // NUM_STATES
 
 
 def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tuple[Unit, ...]:
@@ -80,18 +115,31 @@ def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tup
 
 def settled(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1,
-    kept: int | None = None,
+    kept: Kept | None = None, *, across: bool = False,
 ) -> Residency:  # fmt: skip
-    """The residency with `auto` decided for weights and activations.
+    """The residency with `auto` decided for weights, gradients and activations.
 
-    model: only its shapes are used. kept: bytes that a forward keeps for its backward; None: not known.
+    Gradients move less than what a step moves anyway; to compute layers again takes a third more time. So of the ways
+    that fit, the first of these is taken: both in memory; gradients on the disk; layers computed again; both.
+
+    Args:
+        model: only its shapes are used.
+        kept: bytes that a forward keeps in memory for its backward, by what becomes of activations; None: not known.
+        across: the optimizer looks across matrices, and its gradients stay in memory.
     """
     residency = _with_weights(residency, method, model, topology, micro_batches)
-    if residency.activations != "auto":
-        return residency
-    floor, budget = Floor.of(residency, method, model, topology, micro_batches), residency.memory_bytes
-    is_tight = kept is not None and budget is not None and floor.num_bytes + kept > FULL_SHARE * budget
-    return replace(residency, activations="recompute" if is_tight else "keep")
+    gradients, activations = [residency.gradients], [residency.activations]
+    if residency.gradients == "auto":
+        gradients = ["memory"] if across or residency.optimizer == "memory" else ["memory", "disk"]
+    if residency.activations == "auto":
+        activations = ["keep"] if kept is None else ["keep", "recompute"]
+        activations = ["recompute"] if residency.is_sliced else activations
+    ways = [replace(residency, gradients=g, activations=a) for a in activations for g in gradients]
+    budget = residency.memory_bytes
+    if budget is None:
+        return ways[0]
+    least = {way: Floor.of(way, method, model, topology, micro_batches, kept).num_bytes for way in ways}
+    return next((way for way in ways if least[way] <= FULL_SHARE * budget), min(ways, key=least.__getitem__))
 
 
 def _with_weights(

@@ -29,6 +29,8 @@ def check_across(residency: Residency, optimizer: str, *, streams: bool) -> None
         problems.messages.append(f"{what}would hold all of them at once; nearest: adamw or apollo")
     if not residency.codec.traits.lossless:
         problems.messages.append(f"{what}its state stays fp32; nearest: --residency.states fp32")
+    if residency.gradients == "disk":
+        problems.messages.append(f"{what}its gradients stay in memory; nearest: --residency.gradients memory")
     if residency.durable:
         problems.messages.append(f"{what}its pieces have one slot each; nearest: adamw, or no --residency.durable")
     problems.raise_any()

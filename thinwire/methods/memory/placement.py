@@ -9,8 +9,8 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
-from thinwire.methods.memory.floor import NUM_STATES, Floor, units_of
-from thinwire.methods.memory.residency import FP32_BYTES, Residency
+from thinwire.methods.memory.floor import NUM_STATES, Floor, Kept, mean_bytes, units_of
+from thinwire.methods.memory.residency import FP32_BYTES, OFFLOAD, Residency
 from thinwire.methods.sharded import ShardedMethod
 
 # Buckets of fewer elements stay in memory.
@@ -35,26 +35,32 @@ def stays(room_bytes: int) -> int:
 
 
 def placed(
-    residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int, kept: int
-) -> Iterator[MemoryPart]:
+    residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int,
+    kept: Kept | None = None,
+) -> Iterator[MemoryPart]:  # fmt: skip
     """The parts of a rank's training after the free memory is known; see `Residence.after_update`.
 
     With W bytes of weights on the disk, of which C stay in memory, and m micro-batches, a step reads (2 m + 1) (W - C),
     or (3 m + 1) (W - C) if layers are recomputed, and writes W, or nothing if all stay. Tables of which a forward takes
     rows are read once, for the update, and stay last; their rows are not counted. States are read and written
-    except those that stay. A durable step writes all of them, and the weights that belong to this rank's masters.
+    except those that stay. A durable step writes all of them, and the weights that belong to this rank's masters. Mean
+    gradients are written and read once, if they lie on the disk.
 
-    residency: without "auto" for weights. kept: bytes that a forward keeps. model: only its shapes are used.
+    residency: without "auto", besides for the optimizer. kept: see `settled`. model: only its shapes are used.
     """
-    floor = Floor.of(residency, method, model, topology, micro_batches)
+    floor = Floor.of(residency, method, model, topology, micro_batches, kept)
     plan = method.plan(model, topology, micro_batches)
     budget = residency.memory_bytes
-    passing = min(3 * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES), plan.optimizer)
-    left = 0 if budget is None else stays(budget - floor.num_bytes - passing - kept)
+    left = 0 if budget is None else stays(budget - floor.num_bytes)
     for name, num_bytes in floor.parts.items():
-        if name not in ("weights", "optimizer"):
+        if name == "gradients" and residency.gradients == "disk":
+            mean = mean_bytes(plan)
+            yield MemoryPart(name, num_bytes, mean, mean, mean)
+        elif name == "activations" and kept is not None and residency.activations == OFFLOAD:
+            moved = micro_batches * kept["keep"]
+            yield MemoryPart(name, num_bytes, kept["keep"], moved, moved)
+        elif name not in ("weights", "optimizer"):
             yield MemoryPart(name, num_bytes)
-    yield MemoryPart("activations", kept)
     if residency.weights == "disk":
         large = [unit for unit in units_of(method, model, topology) if unit.numel >= SMALL_NUMEL]
         sizes, by_rows = [FP32_BYTES * unit.numel for unit in large], looked_up(model)
@@ -75,7 +81,7 @@ def placed(
         whole = int(residency.state_share * plan.optimizer)
         staying = min(whole, left) if residency.optimizer == "auto" else 0
         written = whole + plan.optimizer // NUM_STATES if residency.durable else whole - staying
-        disk, held = residency.disk_bytes(plan.optimizer), min(passing + staying, plan.optimizer)
+        disk, held = residency.disk_bytes(plan.optimizer), min(floor.parts["optimizer"] + staying, plan.optimizer)
         yield MemoryPart("masters and optimizer state", held, disk, whole - staying, written)
 
 

@@ -17,7 +17,8 @@ FP32_BYTES = 4
 # The kinds of state that are sums or means of squares.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
 # What a forward keeps; SAMPLE stands before a share.
-ACTIVATIONS, SAMPLE = ("auto", "keep", "recompute"), "sample"
+OFFLOAD, SAMPLE = "offload", "sample"
+ACTIVATIONS = ("auto", "keep", "recompute", OFFLOAD)
 # Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
 SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
 # Sub-groups begin where blocks of the disk do.
@@ -61,6 +62,9 @@ class Residency:
     weights: Literal["auto", "memory", "disk"] = "auto"
     """Where whole weights lie: memory, disk, or auto: on the disk if the budget is too small for them and their
     gradients."""
+    gradients: Literal["auto", "memory", "disk"] = "auto"
+    """Where mean gradients wait for the update: memory, disk, or auto: on the disk if the budget is too small for
+    them."""
     optimizer: Literal["auto", "memory", "disk"] = "auto"
     """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
     states: str = FP32
@@ -68,8 +72,12 @@ class Residency:
     moments their square roots. Masters stay fp32."""
     activations: str = "auto"
     """What a forward keeps for its backward: keep: everything; recompute: only each layer's input, and the rest is
-    computed again; sample:0.3: that share of the rows of what linear layers are given, by which the gradient of weights
-    is estimated without bias; auto: in `thinwire train`, recompute if the budget needs it."""
+    computed again; offload: everything, on the disk; sample:0.3: that share of the rows of what linear layers are
+    given, by which the gradient of weights is estimated without bias; auto: in `thinwire train`, recompute if the
+    budget needs it."""
+    slices: int | None = None
+    """Parts of a micro-batch that a layer computes one after another, so that its weights are read once for all of
+    them. Layers are then recomputed."""
     sub_group: int | None = None
     """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget."""
     durable: bool = False
@@ -92,6 +100,13 @@ class Residency:
             near = max(1, round(self.sub_group / LEAST_SUB_GROUP)) * LEAST_SUB_GROUP
             rule = f"must be a multiple of {LEAST_SUB_GROUP}"
             problems.messages.append(f"--residency.sub-group {self.sub_group}: {rule}; nearest: {near}")
+        if isinstance(self.slices, int) and self.slices < 1:
+            problems.messages.append(f"--residency.slices {self.slices}: must be at least 1; nearest: 1")
+        elif self.is_sliced and self.activations not in ("auto", "recompute"):
+            problems.messages.append(
+                f"--residency.slices {self.slices}: with activations {self.activations} a layer keeps those of all "
+                "slices; nearest: --residency.activations recompute"
+            )
         codec = problems.note(codec_of, self, "states", MOMENTS)
         if codec is not None and not codec.traits.lossless and self.optimizer == "memory":
             problems.messages.append(
@@ -102,6 +117,11 @@ class Residency:
             problems.messages.append(
                 "--residency.durable: keeps what lies on a disk, and --residency.optimizer is memory; nearest: "
                 "--residency.optimizer disk"
+            )
+        if self.gradients == "disk" and self.optimizer == "memory":
+            problems.messages.append(
+                "--residency.gradients disk: they wait there for states that pass through memory, and "
+                "--residency.optimizer is memory; nearest: --residency.optimizer disk, or --residency.gradients memory"
             )
         problems.raise_any()
 
@@ -114,6 +134,11 @@ class Residency:
     def sampled(self) -> float | None:
         """The share of rows that is kept of the inputs of linear layers; None: all."""
         return share_of(self.activations)
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether layers compute a micro-batch in several parts."""
+        return isinstance(self.slices, int) and self.slices > 1
 
     @property
     def rate(self) -> float | None:

@@ -1,0 +1,60 @@
+"""Moves tensors of any length and address between memory and a file."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, uint8
+
+from thinwire.errors import ThinwireError
+from thinwire.tiers.file import DiskFile
+from thinwire.tiers.pool import aligned, pages
+
+# Bytes that pass at once.
+CHUNK_BYTES = 4 << 20
+
+
+class Passage:
+    """Moves contiguous tensors to a file and back, through memory of one chunk. For one thread at a time.
+
+    The tensors' own memory is not shown to the disk: it need not be aligned, and it can be freed afterwards.
+    """
+
+    def __init__(self, file: DiskFile) -> None:
+        self.file, self._memory = file, pages(CHUNK_BYTES)
+
+    def write(self, place: int, tensor: Tensor, known: Sequence[int] = ()) -> list[int]:
+        """Write a tensor from byte `place` on. Return a checksum of each of its chunks.
+
+        known: what an earlier `write` of the tensor to this place returned. Chunks that are unchanged are not written.
+        """
+        sums = list[int]()
+        for number, (start, part, space) in enumerate(self._chunks(tensor)):
+            space[: len(part)], space[len(part) :] = part, 0
+            sums.append(zlib.crc32(space.numpy().data))
+            if known[number : number + 1] != sums[-1:]:
+                self.file.write(place + start, space)
+        return sums
+
+    def read(self, place: int, tensor: Tensor, sums: Sequence[int], what: str) -> None:
+        """Fill a tensor from byte `place` on.
+
+        Args:
+            sums: what `write` returned.
+            what: the tensor's name in an error.
+
+        Raises ThinwireError if the bytes are not those that were written.
+        """
+        for (start, part, space), expected in zip(self._chunks(tensor), sums, strict=True):
+            self.file.read(place + start, space)
+            if zlib.crc32(space.numpy().data) != expected:
+                raise ThinwireError(f"store {self.file.folder}: {what} not what was written: the disk is damaged")
+            part.copy_(space[: len(part)])
+
+    def _chunks(self, tensor: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (first byte, these bytes of a tensor, memory for whole blocks of them)."""
+        octets = tensor.detach().view(-1).view(uint8)
+        for start in range(0, len(octets), CHUNK_BYTES):
+            part = octets[start : start + CHUNK_BYTES]
+            yield start, part, self._memory[: aligned(len(part))]

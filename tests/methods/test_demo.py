@@ -34,7 +34,7 @@ def reduced(rank: int, world_size: int) -> dict[str, Run]:
         outs = []
         for step in range(STEPS):
             model(gradients(SHAPES, rank, step)).backward()
-            outs.append([param.grad.clone() for param in model.parameters()])
+            outs.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
             optimizer.step()
             optimizer.zero_grad()
         kept = handle.reduction.state.state_dict()["momentum"]

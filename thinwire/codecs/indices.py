@@ -29,10 +29,10 @@ def places(num_elements: int, density: float) -> int:
 
 
 class IndexLayout(NamedTuple):
-    """`count` indices below `size`: `low` low bits for each, `upper` bits of unary, `num_bytes` in all."""
+    """`num` indices below `size`: `low` low bits for each, `upper` bits of unary, `num_bytes` in all."""
 
     size: int
-    count: int
+    num: int
     low: int
     upper: int
     num_bytes: int
@@ -55,10 +55,10 @@ def store(indices: Tensor, to: IndexLayout) -> Tensor:
     """Ascending int64 indices [rows, count] -> uint8 [rows, num_bytes]."""
     low = (indices.unsqueeze(2) >> torch.arange(to.low, device=indices.device)) & 1
     bits = indices.new_zeros(len(indices), to.num_bytes * 8)
-    bits[:, : to.count * to.low] = low.flatten(1)
+    bits[:, : to.num * to.low] = low.flatten(1)
     if to.upper:
-        entry = torch.arange(to.count, device=indices.device)
-        bits.scatter_(1, (indices >> to.low) + entry + to.count * to.low, 1)
+        entry = torch.arange(to.num, device=indices.device)
+        bits.scatter_(1, (indices >> to.low) + entry + to.num * to.low, 1)
     weights = 1 << torch.arange(8, device=indices.device)
     return (bits.unflatten(1, (-1, 8)) * weights).sum(2).to(torch.uint8)
 
@@ -66,11 +66,11 @@ def store(indices: Tensor, to: IndexLayout) -> Tensor:
 def load(stored: Tensor, of: IndexLayout) -> Tensor:
     """The inverse of `store`: uint8 [rows, num_bytes] -> int64 [rows, count]."""
     bits = (stored.unsqueeze(2).to(torch.int64) >> torch.arange(8, device=stored.device)).flatten(1) & 1
-    low = bits[:, : of.count * of.low].unflatten(1, (of.count, of.low)) << torch.arange(of.low, device=stored.device)
+    low = bits[:, : of.num * of.low].unflatten(1, (of.num, of.low)) << torch.arange(of.low, device=stored.device)
     if not of.upper:
         return low.sum(2)
-    upper = bits[:, of.count * of.low :][:, : of.upper].nonzero()[:, 1].view(-1, of.count)
-    return (upper - torch.arange(of.count, device=stored.device) << of.low) + low.sum(2)
+    upper = bits[:, of.num * of.low :][:, : of.upper].nonzero()[:, 1].view(-1, of.num)
+    return (upper - torch.arange(of.num, device=stored.device) << of.low) + low.sum(2)
 
 
 def largest(keys: Tensor, count: int) -> Tensor:

@@ -84,7 +84,7 @@ class TopK(Fused):
         """(values that travel, bytes of the whole groups' indices, bytes of all indices)."""
         whole, tail = self._layouts(num_elements)
         full = num_elements // self.group
-        return full * whole.count + tail.count, full * whole.num_bytes, full * whole.num_bytes + tail.num_bytes
+        return full * whole.num + tail.num, full * whole.num_bytes, full * whole.num_bytes + tail.num_bytes
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         flat = backends.flat_fp32(x)
@@ -118,7 +118,7 @@ class TopK(Fused):
 
     def _layout_table(self, num_elements: int) -> np.ndarray:
         """The two layouts as the kernels read them; last, how many elements a threshold must let through."""
-        rows = [[*layout, self._least(layout.count)] for layout in self._layouts(num_elements)]
+        rows = [[*layout, self._least(layout.num)] for layout in self._layouts(num_elements)]
         return np.array(rows, np.uint64)
 
     def _least(self, count: int) -> int:
@@ -129,12 +129,12 @@ class TopK(Fused):
         """Fill `picked` with the values and `stored` with the indices."""
         whole, tail = self._layouts(x.numel())
         full = x.numel() // self.group
-        cut = full * self.group, full * whole.count, full * whole.num_bytes
+        cut = full * self.group, full * whole.num, full * whole.num_bytes
         for layout, rows, start in ((whole, full, (0, 0, 0)), (tail, 1, cut)):
             if rows and layout.size:
                 part = x[start[0] : start[0] + rows * layout.size].view(rows, -1)
-                chosen = self._choose(part, layout.count, seed, counter // self.group + start[0] // self.group)
-                picked[start[1] : start[1] + rows * layout.count] = part.gather(1, chosen).flatten()
+                chosen = self._choose(part, layout.num, seed, counter // self.group + start[0] // self.group)
+                picked[start[1] : start[1] + rows * layout.num] = part.gather(1, chosen).flatten()
                 stored[start[2] : start[2] + rows * layout.num_bytes] = indices.store(chosen, layout).flatten()
 
     def _choose(self, x: Tensor, count: int, seed: int, counter: int) -> Tensor:
@@ -160,10 +160,10 @@ class TopK(Fused):
         dense = torch.zeros(num_elements, dtype=torch.float32, device=stored.device)
         if full:
             chosen = indices.load(stored[:middle].view(full, -1), whole)
-            dense[: full * self.group].view(full, -1).scatter_(1, chosen, values[: full * whole.count].view(full, -1))
+            dense[: full * self.group].view(full, -1).scatter_(1, chosen, values[: full * whole.num].view(full, -1))
         if tail.size:
             chosen = indices.load(stored[middle:].view(1, -1), tail)
-            dense[full * self.group :].view(1, -1).scatter_(1, chosen, values[full * whole.count :].view(1, -1))
+            dense[full * self.group :].view(1, -1).scatter_(1, chosen, values[full * whole.num :].view(1, -1))
         return dense
 
     def backend(self, device: torch.device) -> str:

@@ -142,8 +142,9 @@ def check_training(train: TrainConfig, contestants: list[Contestant], problems: 
         if contestant.has_layout:
             with problems.collect():
                 # All take the steps of the race, also those whose ranks see other shares of them.
-                tokens = problems.note(with_derived, train)
-                asked = replace(contestant.config(train), tokens_per_step=tokens and tokens.tokens_per_step)
+                derived = problems.note(with_derived, train)
+                tokens = derived.tokens_per_step if derived is not None else None
+                asked = replace(contestant.config(train), tokens_per_step=tokens)
                 check(replace(asked, run_dir=str(nowhere), order=()), problems)
         else:
             problems.note(lambda one=contestant: Run.of(one.config(train)))

@@ -209,19 +209,19 @@ class Pricing:
         place = resident_method(self.methods[way.strategy]), self.model, self._replicas(way), way.num_micro_batches
         layer, ends = layer_and_ends(self.model.config, self.seq_len)
         num_layers = len(self.model.model.layers)
-        kept = int(way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes))
+        borders = 4 * num_layers * self.seq_len * self.model.config.hidden_size
+        kept = {
+            "keep": int(way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes)),
+            "recompute": int(way.micro_batch * (layer.kept_bytes + ends.kept_bytes + borders)),
+        }
         residency = settled(Residency(memory=way.memory), *place, kept)
-        if residency.activations == "recompute":
-            # A layer is computed again before its backward, with a third of the operations of a whole pass.
-            kept = int(way.micro_batch * (layer.kept_bytes + ends.kept_bytes))
-            kept += 4 * num_layers * way.micro_batch * self.seq_len * self.model.config.hidden_size
         budget = residency.memory_bytes or 0
-        floor = Floor.of(residency, *place)
-        replace(floor, parts=floor.parts | {"activations": kept}).check(budget)
+        Floor.of(residency, *place, kept).check(budget)
         parts = list(parts_of(residency, *place, kept))
         hosts = self.machine.cores.hosts
         # All ranks of a machine use its disk at once.
         moved_s = sum(part.read / read + part.written / written for part in parts) * max(map(hosts.count, hosts))
+        # A layer is computed again before its backward, with a third of the operations of a whole pass.
         again_s = whole.terms["compute_s"] / 3 if residency.activations == "recompute" else 0.0
         step_s = whole.step_s + again_s + moved_s
         terms = {**whole.terms, "step_s": step_s, "compute_s": whole.terms["compute_s"] + again_s}

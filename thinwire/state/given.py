@@ -47,7 +47,7 @@ def same_on_all_ranks(
     _compare(ranks, gather_among(store, ranks, rank, mine, "what it was given", timeout_s))
 
 
-def _compare(ranks: Sequence[int], told: Sequence[Mapping[str, str]]) -> None:
+def _compare(ranks: Sequence[int], told: Sequence[dict[str, str]]) -> None:
     """Raise ConfigError for what a rank refused, else for the first difference from the first rank."""
     for rank, theirs in zip(ranks, told, strict=True):
         if REFUSED in theirs:

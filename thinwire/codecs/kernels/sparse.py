@@ -248,7 +248,7 @@ def encode_largest(
 ) -> None:
     """Flat fp32 x -> the values that travel, in order, and their indices.
 
-    layouts: uint64 [2, 6], whole groups and the tail: size, count, low, upper, num_bytes of `IndexLayout`, and the
+    layouts: uint64 [2, 6], whole groups and the tail: size, num, low, upper, num_bytes of `IndexLayout`, and the
     least number of keys to reach the threshold. stride, density, seed, counter: of the threshold's sample; stride 0 for
     the exact k largest. Scratch: keys, sample, candidates, int32 [group]; chosen, int64 [count + 1]; draws, int32 [1].
     """

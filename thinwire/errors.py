@@ -99,6 +99,11 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; choose one of {', '.join(known)}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def first_few(names: Sequence[str], limit: int = 5) -> str:
     """The first few names, and how many more there are."""
     more = len(names) - limit

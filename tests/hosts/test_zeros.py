@@ -107,5 +107,5 @@ def test_the_start_says_which_codec_moves_them() -> None:
     grid = Topology(2, 1)
     assert not [row for row in describe_formats(thinwire.SDP4Bit(), grid) if row[0] == WEIGHTS]
     assert describe_zeros([Identity(), Sign(64), Sign(64)]) == [
-        (WEIGHTS, "stay in runs of 64, others move", "sign/64 has no zero of its own")
+        (WEIGHTS, "change, unless 64 neighbours have none", "sign/64 has no code for zero")
     ]

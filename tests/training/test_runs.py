@@ -144,7 +144,7 @@ def test_a_killed_worker_is_named_and_nothing_is_lost(runner: CommandRunner) -> 
     assert err.count("\n") <= 3
     assert not any(map(is_running, workers))
     steps = [line["step"] for line in runner.metrics("killed")]
-    assert steps == list(range(1, len(steps) + 1)) and f"{len(steps)} steps are in" in err
+    assert steps == list(range(1, len(steps) + 1)) and f"{len(steps)} steps in " in err
     log = (runner.folder / "killed" / "logs" / "rank0.log").read_text()
     missed = r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d .*PeerLostError: rank [12] is missing"
     assert re.search(missed, log), "a survivor says whom it misses, and when"

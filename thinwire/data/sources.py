@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SNIFF_BYTES = 8192
+FEW = 5  # names that a message lists
 DOCUMENT_CHARS = 16 * 2**20  # a larger text file is cut at line ends, so that memory stays bounded
 
 
@@ -164,8 +165,10 @@ def nearest_sibling(path: Path, is_folder: bool = False) -> str:
     if not close and path.parent == path.parent.parent:
         # Don't suggest folders of the system.
         return ""
+    if not close and len(beside) > FEW:
+        return f"; none of the {len(beside)} names in {str(path.parent)!r} is like it"
     if not close:
-        return f"; {str(path.parent)!r} holds {first_few(beside) or 'nothing'}"
+        return f"; {str(path.parent)!r} holds {', '.join(beside) or 'nothing'}"
     return f"; did you mean {'stdlib' if close[0] == 'stdlib' else str(path.parent / close[0])!r}?"
 
 

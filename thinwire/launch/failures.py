@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from thinwire.checkpoint import latest, step_of
 from thinwire.collectives import faults
-from thinwire.errors import ConfigError, ThinwireError, UnsavedError
+from thinwire.errors import ConfigError, ThinwireError, UnsavedError, counted
 from thinwire.methods.memory.units import read_bytes
 from thinwire.report.metrics import read_metrics
 from thinwire.run.run_dir import RunDir
@@ -43,7 +43,7 @@ def failure(
         what = hung(failures, cause.timestamp - timeout_s) + what
     if cause.exitcode == ConfigError.exit_code:
         return ConfigError(what)
-    steps = f"{len(records)} steps are in {run_dir.metrics}" if records else "no step was finished"
+    steps = f"{counted(len(records), 'step')} in {run_dir.metrics}" if records else "no step was finished"
     left = [steps, f"details are in {run_dir.logs}"]
     if not is_island:
         saved = step_of(latest(run_dir.checkpoints))

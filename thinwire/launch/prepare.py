@@ -23,7 +23,7 @@ from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.data.loader import count_sequences
 from thinwire.device import choose as choose_device
-from thinwire.errors import ConfigError, Problems
+from thinwire.errors import ConfigError, Problems, counted
 from thinwire.hosts.experts.parallel import check_experts
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.apart import apart
@@ -632,7 +632,7 @@ def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
     rows: list[Row] = []
     why = "chosen when the run began, and kept"
     if config.minutes is not None:
-        rows.append((f"--minutes {config.minutes:g}", f"{before.steps} steps", why))
+        rows.append((f"--minutes {config.minutes:g}", counted(before.steps, "step"), why))
         config = replace(config, steps=before.steps, minutes=None)
     if config.model == "auto":
         rows.append(("--model auto", before.model, why))

@@ -14,7 +14,11 @@ def describe_zeros(codecs: Iterable[Codec]) -> list[Row]:
     """A row for each codec of gradients that doesn't keep zeros: AdamW would make a full step of such a value."""
     moving = dict.fromkeys(codec for codec in codecs if codec.traits.keeps_zeros != 1)
     return [
-        (WEIGHTS, f"stay in runs of {run}, others move" if run else "move", f"{codec} has no zero of its own")
+        (
+            WEIGHTS,
+            f"change, unless {run} neighbours have none" if run else "change",
+            f"{codec} has no code for zero",
+        )
         for codec in moving
         for run in [codec.traits.keeps_zeros]
     ]

@@ -128,7 +128,7 @@ def bytes_figure(run: RunFiles) -> Figure:
     if math.isfinite(plain):
         chart.rule(plain / size, "plain")
         legend.append(("plain", f"uncompressed (fp32): {bytes_text(plain)}"))
-        if run.typical("sent_bytes") > 0:
+        if run.is_typical and run.typical("sent_bytes") > 0:
             notes.append(f"Without compression: {plain / run.typical('sent_bytes'):.2f} times as much.")
     return Figure("Bytes on the wire", legend, chart.svg(), notes)
 

@@ -20,6 +20,7 @@ from thinwire.report.run import RunFiles, number, read_run
 from thinwire.report.timeline import timeline_figures
 from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
 
+PAYLOAD = "payload of rank 0"
 # Formats of values in summary.json, by the suffix of their names; the first that matches is used.
 UNITS = {
     "_per_s": short, "_s": seconds_text, "_bytes": bytes_text, "_bytes_per_step": bytes_text, "tokens": short,
@@ -138,7 +139,7 @@ def headline(run: RunFiles) -> str:
     spent_s = sum(value for _, value in run.series("step_s") if math.isfinite(value))
     so_far = run.last("tokens") / spent_s if spent_s else math.nan
     tokens_per_s = number(run.summary.get("tokens_per_s", so_far))
-    less = f"{plain / sent:.2f} times less than fp32" if plain > 0 and sent > 0 else "payload of rank 0"
+    less = f"{plain / sent:.2f} times less than fp32" if plain > 0 and run.is_typical and sent > 0 else PAYLOAD
     cards = [
         ("held-out loss" if math.isfinite(heldout) else "last training loss", _loss(loss), "nats per token"),
         ("sent per step", bytes_text(sent), less),

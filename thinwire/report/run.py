@@ -55,6 +55,12 @@ class RunFiles:
         values = [value for step, value in finite if step > before] or [value for _, value in finite]
         return median(values[1:] or values) if values else math.nan
 
+    @property
+    def is_typical(self) -> bool:
+        """Whether there are several steps since the last resume: a first one may send gradients alone."""
+        before = number(self.summary.get("resumed_after", 0))
+        return sum(number(row["step"]) > before for row in self.steps) != 1
+
     def typical_text(self, key: str, unit: Callable[[float], str]) -> str:
         """The median in words, with the steps that it leaves out; unit: writes the value."""
         before = number(self.summary.get("resumed_after", 0))

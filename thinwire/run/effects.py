@@ -27,20 +27,19 @@ def batch_row(config: TrainConfig, batch: Batch, world_size: int) -> Row:
     elif shape.shared > 1:
         who = f"{world_size} group(s) of {shape.shared} ranks"
     effect = (
-        f"{batch.tokens_per_step} tokens = {who} x {batch.accumulation} {passes} x {batch.micro_batch} "
-        f"sequences x {config.seq_len} tokens"
+        f"{batch.tokens_per_step} tokens per optimizer step = {who} x {batch.accumulation} {passes} x "
+        f"{batch.micro_batch} sequences x {config.seq_len} tokens"
     )
-    return asked, effect, "of one optimizer step"
+    return asked, effect, ""
 
 
 def rate_row(config: TrainConfig) -> Row:
     """The row about the learning rate over the run."""
     num = config.num_warmup_steps
     end = "the end" if config.minutes else f"step {config.steps}"
-    effect = f"up to step {num}, then half a cosine down to {config.lr * FINAL_SHARE:.3g} at {end}"
-    if config.minutes:
-        effect = f"up, then half a cosine down to {config.lr * FINAL_SHARE:.3g} at the end"
-    return f"--lr {config.lr:g}, --weight-decay {config.weight_decay:g}", effect, "of the learning rate"
+    rises = f"the learning rate rises to {config.lr:g}" + ("" if config.minutes else f" by step {num}")
+    effect = f"{rises}, then falls along a cosine to {config.lr * FINAL_SHARE:.3g} at {end}"
+    return f"--lr {config.lr:g}, --weight-decay {config.weight_decay:g}", effect, ""
 
 
 def pipeline_rows(run: Run, batch: Batch) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from thinwire.calibration.work import pass_seconds
 from thinwire.collectives.store_gather import told_by_first
 from thinwire.data.loader import count_sequences
 from thinwire.device import Device
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, counted
 from thinwire.models import build_model, generate
 from thinwire.report.machine import num_cores
 from thinwire.run.config import TrainConfig, derive, with_derived
@@ -53,6 +53,10 @@ class MeasuredSteps:
         """The most steps that end in time; at least 1."""
         return max(1, math.floor(PLANNED * (left_s - self.build_s - self.end_s) / self.step_s))
 
+    def fits(self, left_s: float) -> bool:
+        """Whether a single step ends in time."""
+        return self.step_s <= PLANNED * (left_s - self.build_s - self.end_s)
+
 
 def fix_steps(run: Run, place: ProcessPlace, device: Device, dtype: str | None, began: float) -> tuple[Run, list[Row]]:
     """The run with the number of steps that end `--minutes` after `began`, the same on all ranks; and rows about it.
@@ -63,15 +67,19 @@ def fix_steps(run: Run, place: ProcessPlace, device: Device, dtype: str | None, 
     assert minutes is not None
     if place.rank == 0:
         print(f"--minutes {minutes:g}: measuring the first steps ...", flush=True)
-    due = began + 60 * minutes
+    due, started = began + 60 * minutes, time.time()
     measured = measure(run, place, device, dtype, due)
-    num_steps = told_by_first(measured.steps_in(due - time.time()), "the number of steps")
+    left_s = due - time.time()
+    num_steps = told_by_first(measured.steps_in(left_s), "the number of steps")
     config = with_derived(replace(run.config, steps=num_steps, minutes=None))
     chosen = f"a step took {measured.step_s:.3g} s in {measured.num_steps} measured"
+    if not measured.fits(left_s):
+        before = f"{started - began:.0f} s to start and {due - left_s - started:.0f} s to measure"
+        chosen = f"the time is too short, by {before}: one step is trained all the same; {chosen}"
     after = f"{measured.end_s:.0f} s are kept for the end; --steps {num_steps} repeats this run bit for bit"
     # What the ranks have measured and chosen does not depend on the number of steps.
     fixed = replace(Run.of(config), experts=run.experts, links=run.links)
-    return fixed, [(f"--minutes {minutes:g}", f"{num_steps} steps", f"{chosen}, {after}")]
+    return fixed, [(f"--minutes {minutes:g}", counted(num_steps, "step"), f"{chosen}, {after}")]
 
 
 def measure(run: Run, place: ProcessPlace, device: Device, dtype: str | None, due: float) -> MeasuredSteps:

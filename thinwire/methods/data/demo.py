@@ -135,7 +135,7 @@ class SignMean(Reduction):
         return [
             ("gradients", effect, f"blocks of {method.chunk} a side, every rank's packets to all"),
             ("update", "the sign of their mean", "its size is the learning rate: that of Signum, not that of AdamW"),
-            (WEIGHTS, "stay in whole blocks, others move", "a cosine covers all of its block"),
+            (WEIGHTS, "change, outside of whole blocks", "a cosine covers all of its block"),
         ]
 
 

@@ -17,6 +17,7 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
 from thinwire.errors import ConfigError
 from thinwire.layout.layout import Layout, sliced
+from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.ddp import DDPMethod, check_plain_sgd
 from thinwire.methods.options import FIXED_SIZE, check_types, codec_of
 from thinwire.methods.reduction import (
@@ -212,4 +213,6 @@ class Orthonormal(Reduction):
             ("gradients", effect, "of each rank's own momentum"),
             ("update", "orthonormal at that rank, signs for vectors", "its size is the learning rate: that of Muon"),
             ("state of the method", held, "momentum and Q, in fp32"),
+            # Orthonormal factors are computed to the precision of fp32, and not exactly.
+            (WEIGHTS, "change", "factors of a momentum are zero nowhere exactly"),
         ]

@@ -222,7 +222,7 @@ class LowRankMean(Tunable):
             ("gradients", effect, f"factors must be {method.min_compression:g} times smaller"),
             ("steps in fp32", f"the first {method.start_step}", "start_step"),
             ("state of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
-            (WEIGHTS, "stay in whole rows and columns, others move", "a product of factors is zero nowhere else"),
+            (WEIGHTS, "change, outside of whole rows and columns", "a product of factors is zero only there"),
         ]
 
     def _warnings(self, num_thin: int) -> list[Row]:

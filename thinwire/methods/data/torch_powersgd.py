@@ -116,7 +116,7 @@ class HookMean(Reduction):
         return [
             ("gradients", f"{thin} of {len(shapes)} as factors of rank {rank}, the others in fp32", "by torch's hook"),
             ("steps in fp32", f"the first {start}", "start_step"),
-            (WEIGHTS, "stay in whole rows and columns, others move", "a product of factors is zero nowhere else"),
+            (WEIGHTS, "change, outside of whole rows and columns", "a product of factors is zero only there"),
             BY_FORMULA,
         ]
 

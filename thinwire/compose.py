@@ -525,6 +525,9 @@ def parallelize(
     check_arguments("parallelize", model, optimizer, local_size=local_size, overlap=overlap, seed=seed,
         timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
+    if not isinstance(methods, Sequence) or isinstance(methods, str):
+        raise ConfigError(f"methods must be a list, such as [{methods!r}]")
+    check_mesh(mesh)
     with same_on_all_ranks(mesh.mesh.flatten().tolist(), timeout_s) as alike:
         given = AxisMethods.of(methods, model, mesh, has_initial=initial is not None)
         check_joint(optimizer, sizes_of(mesh))
@@ -604,9 +607,6 @@ class AxisMethods:
     @classmethod
     def of(cls, methods: Iterable[Any], model: nn.Module, mesh: DeviceMesh, *, has_initial: bool) -> AxisMethods:
         """The methods by their axes, with the ranks of the mesh. Raises ConfigError with all that does not fit."""
-        if not isinstance(methods, Sequence) or isinstance(methods, str):
-            raise ConfigError(f"methods must be a list, such as [{methods!r}]")
-        check_mesh(mesh)
         pipelines = [method for method in methods if isinstance(method, Pipeline)]
         sequences = [method for method in methods if isinstance(method, SequenceParallel)]
         experts = [method for method in methods if isinstance(method, ExpertParallel)]

@@ -51,5 +51,5 @@ def test_they_train_as_one_process_and_move_to_other_ranks(model: str, tmp_path:
 
 
 def test_slices_of_them_are_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--model", model, "--workers", "2", "--experts.parallel", "2", "--experts.slices", "2"]
+    flags = ["--model", model, "--workers", "2", "--experts.parallel", "2", "--experts.slices", "2", "--seq-len", "32"]
     check_refused(tmp_path, flags, "its experts lie whole on a rank; nearest: --experts.slices 1", monkeypatch)

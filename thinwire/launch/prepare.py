@@ -49,6 +49,7 @@ from thinwire.models.moe import MIXTURES, check_axes
 from thinwire.models.tensor import check_cut
 from thinwire.optim import JOINT, NAMED, WHOLE
 from thinwire.options import (
+    EXPERTS,
     LAYOUT_TABLES,
     LLAMA,
     MOE,
@@ -422,7 +423,7 @@ def check_data(config: TrainConfig) -> None:
 def check_model(config: TrainConfig) -> nn.Module | None:
     """The model without memory.
 
-    Of a transformers model only the config is checked, because its weights may be large.
+    Of a transformers model only the config is checked, unless its experts lie on several ranks.
     """
     problems = Problems()
     tokenizer = problems.note(load_tokenizer, config.tokenizer)
@@ -430,8 +431,11 @@ def check_model(config: TrainConfig) -> nn.Module | None:
         vocab_size = 1 if tokenizer is None else tokenizer.vocab_size
         problems.note(check_hf, config.model.removeprefix("hf:"), vocab_size, config.seq_len, {})
     problems.raise_any()
-    if tokenizer is None or config.model.startswith("hf:") or config.seq_len <= 0:
+    if tokenizer is None or config.seq_len <= 0:
         return None
+    if config.model.startswith("hf:"):
+        has_experts = EXPERTS in config.tables or config.mesh_shape.expert > 1
+        return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len) if has_experts else None
     with torch.device("meta"):
         return build_model(
             config.model,

@@ -1,9 +1,9 @@
 """Disk as one more slow link: files with a limited rate, a meter and checksums, behind memory of a fixed size."""
 
+from thinwire.tiers.chunked import ChunkedFile
 from thinwire.tiers.coding import PLAIN, Coding
 from thinwire.tiers.file import DiskFile, Pace, TierMeter, TierReading
 from thinwire.tiers.mount import check_folder
-from thinwire.tiers.passage import Passage
 from thinwire.tiers.pool import BLOCK_BYTES, Pool
 from thinwire.tiers.rows import RowStore
 from thinwire.tiers.shelf import Shelf
@@ -14,7 +14,7 @@ __all__ = [
     "Coding",
     "DiskFile",
     "Pace",
-    "Passage",
+    "ChunkedFile",
     "Pool",
     "RowStore",
     "Shelf",

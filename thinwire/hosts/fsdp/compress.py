@@ -83,10 +83,10 @@ def compress_fsdp(
     check_arguments("compress_fsdp", model, unwrapped(optimizer), local_size=local_size, overlap=overlap,
         dead_steps=dead_steps, seed=seed, timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
+    method = _checked(method)
     groups = groups_of(model)
     ranks, dog, optimizer = mesh_ranks(groups), Watchdog(dead_steps), unwrapped(optimizer)
     with same_on_all_ranks(ranks, timeout_s) as given:
-        method = _checked(method)
         if optimizer is not None:
             _check_optimizer(optimizer, model, groups)
         given |= {"method": method, "local_size": local_size, "overlap": overlap, "seed": seed}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from thinwire.hosts.sharded.bucket import FlatBucket
-from thinwire.tiers import DiskFile, Pace, Passage, TierMeter
+from thinwire.tiers import ChunkedFile, DiskFile, Pace, TierMeter
 from thinwire.tiers.pool import aligned
 
 # Buckets whose gradients are being written; the next one waits for the disk.
@@ -17,7 +17,7 @@ MOST_WRITTEN = 2
 
 
 @dataclass(eq=False)
-class Kept:
+class GradientPlace:
     """Where a bucket's gradients are. moving: the last read or write of them."""
 
     place: int
@@ -40,13 +40,13 @@ class GradientsOnDisk:
 
     def __init__(self, folder: Path, buckets: Sequence[FlatBucket], meter: TierMeter, pace: Pace) -> None:
         self._buckets, self.meter, self.num_bytes = list(buckets), meter, sum(b.shard_bytes for b in buckets)
-        self._kept: dict[FlatBucket, Kept] = {}
+        self._kept: dict[FlatBucket, GradientPlace] = {}
         end = 0
         for bucket in buckets:
-            self._kept[bucket] = Kept(end)
+            self._kept[bucket] = GradientPlace(end)
             end += aligned(bucket.shard_bytes)
         self.file = DiskFile(folder, end, meter, pace)
-        self._inwards, self._outwards = Passage(self.file), Passage(self.file)
+        self._inwards, self._outwards = ChunkedFile(self.file), ChunkedFile(self.file)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
         self._written: deque[Future[None]] = deque()
@@ -105,7 +105,7 @@ class GradientsOnDisk:
         if not kept.is_here:
             kept.is_here, kept.moving = True, self._reader.submit(self._read, bucket, kept, kept.moving)
 
-    def _read(self, bucket: FlatBucket, kept: Kept, writing: Future[None] | None) -> None:
+    def _read(self, bucket: FlatBucket, kept: GradientPlace, writing: Future[None] | None) -> None:
         if writing is not None:
             writing.result()
         bucket.hold_gradients()
@@ -113,6 +113,6 @@ class GradientsOnDisk:
         for factor in self._factors:
             bucket.shard_grad.mul_(factor)
 
-    def _write(self, bucket: FlatBucket, kept: Kept) -> None:
+    def _write(self, bucket: FlatBucket, kept: GradientPlace) -> None:
         kept.sums = self._outwards.write(kept.place, bucket.shard_grad)
         self.free(bucket)

@@ -19,7 +19,7 @@ from thinwire.methods.memory import Residency
 from thinwire.optim import Part, Shards, SummingOptimizer
 from thinwire.state.elementwise import elementwise_kinds, state_kinds
 from thinwire.state.portable import Held, add_optimizer, records_of, report_optimizer, rescale, state_for
-from thinwire.tiers import BLOCK_BYTES, DiskFile, Pace, Passage, TierMeter
+from thinwire.tiers import BLOCK_BYTES, ChunkedFile, DiskFile, Pace, TierMeter
 from thinwire.tiers.pool import aligned
 
 FP32_BYTES = 4
@@ -60,7 +60,7 @@ class PiecesOnDisk:
         slots = [slot for group in grouped for slot in group if slot.owned.start < slot.owned.stop]
         sizes = [self._most_bytes(slot.owned.stop - slot.owned.start, parts.get(slot.name)) for slot in slots]
         self.file = DiskFile(residency.folder, sum(sizes), meter, pace)
-        self._passage = Passage(self.file)
+        self._passage = ChunkedFile(self.file)
         self.spots: dict[Tensor, PieceSpot] = {}
         place = 0
         for group, own in zip(inner.param_groups, grouped, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.hosts.sharded.bucket import FlatBucket, Slot
 from thinwire.layout.buckets import BucketLayout
 from thinwire.methods.memory.placement import SMALL_NUMEL
-from thinwire.tiers import DiskFile, Pace, Passage, RowStore, TierMeter
+from thinwire.tiers import ChunkedFile, DiskFile, Pace, RowStore, TierMeter
 from thinwire.tiers.pool import aligned
 
 
@@ -63,7 +63,7 @@ class Replicas:
         self._number: dict[FlatBucket, int] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
-        self._inwards, self._outwards = Passage(self.file), Passage(self.file)
+        self._inwards, self._outwards = ChunkedFile(self.file), ChunkedFile(self.file)
         # What a step touches in turn, how far this one has come with it, and what it has touched itself.
         self._order: list[FlatBucket] = []
         self._at = 0

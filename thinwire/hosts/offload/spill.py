@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.hosts.sharded.guard import Hook
-from thinwire.tiers import DiskFile, Pace, Passage, TierMeter
+from thinwire.tiers import ChunkedFile, DiskFile, Pace, TierMeter
 from thinwire.tiers.pool import aligned
 
 # Smaller storages stay in memory. The space on the disk grows by so much at least.
@@ -44,7 +44,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SpilledTensor:
     """A tensor that autograd saved: a part of a storage."""
 
     stored: Stored
@@ -72,7 +72,7 @@ class ActivationsOnDisk:
         self._params, self.meter = list(model.parameters()), meter
         self.file, self._end = DiskFile(folder, GROWTH_BYTES, meter, pace), 0
         self._pack_first, self._unpack_first = pack or (lambda tensor: tensor), unpack or (lambda kept: kept)
-        self._inwards, self._outwards = Passage(self.file), Passage(self.file)
+        self._inwards, self._outwards = ChunkedFile(self.file), ChunkedFile(self.file)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
         self._written: deque[Future[None]] = deque()
@@ -104,7 +104,7 @@ class ActivationsOnDisk:
         if stored is None or stored.owner() is not storage or stored.version != tensor._version:
             stored = self._store(storage, tensor._version)
         stored.num_left += 1
-        return Saved(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return SpilledTensor(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def _store(self, storage: torch.UntypedStorage, version: int) -> Stored:
         size = aligned(storage.nbytes())
@@ -133,7 +133,7 @@ class ActivationsOnDisk:
         stored.sums = self._outwards.write(stored.place, whole)
 
     def _unpack(self, kept: Any) -> Tensor:
-        if not isinstance(kept, Saved):
+        if not isinstance(kept, SpilledTensor):
             return self._unpack_first(kept)
         stored = kept.stored
         self._begin(stored)

@@ -142,12 +142,17 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         if overlap or comes_and_goes:
             self._guard_weights()
         self._residence = residence
-        if residence is not None and residence.gradients is not None:
+        if residence is not None:
+            self._join_residence(residence)
+
+    def _join_residence(self, residence: Residence) -> None:
+        """Give the disk what it asks of the optimizer, and go on from the step that it holds, if it holds one."""
+        if residence.gradients is not None:
             self._gradients.keeper = residence.gradients
             residence.gradients.norms_of = self._norms
-        if residence is not None and residence.sampler is not None:
-            residence.sampler.seed = partial(self._seeds.activations, ranks.comm.rank)
-        if residence is not None and residence.journal is not None:
+        if residence.sampler is not None:
+            residence.sampler.seed = partial(self._seeds.activations, self.comm.rank)
+        if residence.journal is not None:
             self.journal = residence.journal
             if (found := self.journal.found) is not None:
                 self._saved.go_on(found)

@@ -34,7 +34,7 @@ PACKET_SHARE, NUM_SENT = 1.5, 2
 # Of the budget, what the floor may take for a way to be chosen.
 FULL_SHARE = 0.9
 # Bytes that a forward keeps in memory for its backward, by "keep", "recompute" and "offload".
-Kept = Mapping[str, int]
+KeptBytes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Floor:
     @classmethod
     def of(
         cls, residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int,
-        kept: Kept | None = None,
+        kept: KeptBytes | None = None,
     ) -> Floor:  # fmt: skip
         """The least memory of a rank. model: only its shapes are used. kept: see `settled`."""
         plan = method.plan(model, topology, micro_batches)
@@ -115,7 +115,7 @@ def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tup
 
 def settled(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1,
-    kept: Kept | None = None, *, across: bool = False,
+    kept: KeptBytes | None = None, *, across: bool = False,
 ) -> Residency:  # fmt: skip
     """The residency with `auto` decided for weights, gradients and activations.
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
-from thinwire.methods.memory.floor import NUM_STATES, Floor, Kept, mean_bytes, units_of
+from thinwire.methods.memory.floor import NUM_STATES, Floor, KeptBytes, mean_bytes, units_of
 from thinwire.methods.memory.residency import FP32_BYTES, OFFLOAD, Residency
 from thinwire.methods.sharded import ShardedMethod
 
@@ -36,7 +36,7 @@ def stays(room_bytes: int) -> int:
 
 def placed(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int,
-    kept: Kept | None = None,
+    kept: KeptBytes | None = None,
 ) -> Iterator[MemoryPart]:  # fmt: skip
     """The parts of a rank's training after the free memory is known; see `Residence.after_update`.
 

@@ -15,8 +15,8 @@ from thinwire.tiers.pool import aligned, pages
 CHUNK_BYTES = 4 << 20
 
 
-class Passage:
-    """Moves contiguous tensors to a file and back, through memory of one chunk. For one thread at a time.
+class ChunkedFile:
+    """A file that contiguous tensors pass to and from through memory of one chunk. For one thread at a time.
 
     The tensors' own memory is not shown to the disk: it need not be aligned, and it can be freed afterwards.
     """

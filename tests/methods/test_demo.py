@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from tests.methods.test_compressed import Matrices, gradients
 from tests.workers import run_workers
+from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.methods.data.demo import DeMo, block_sides, from_blocks, to_blocks
 
@@ -128,3 +129,10 @@ def test_blocks_come_back() -> None:
 def test_what_can_not_work_is_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DeMo(**options)  # type: ignore[arg-type]
+
+
+def test_plain_sgd_keeps_nothing_for_a_parameter() -> None:
+    """DeMo takes no other optimizer, so `thinwire explain` counts no moments beside its momentum."""
+    model = torch.nn.Linear(8, 8)
+    assert thinwire.DeMo().plan(model, Topology(2, 1), 1).optimizer == 0
+    assert thinwire.PowerSGD().plan(model, Topology(2, 1), 1).optimizer == 8 * 72

@@ -19,6 +19,8 @@ from thinwire.state.memory import Place
 
 # DDP's own sizes: of the bucket that leaves first, and of the others.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+# Tensors that an optimizer keeps for a parameter, where these are not AdamW's two moments.
+STATES = {"sgd-plain": 0, "dgc-sgd": 1}
 
 
 class DDPMethod(Method):
@@ -109,7 +111,7 @@ class DDPMethod(Method):
         return MethodPlan(
             weights=whole,
             gradients=whole,
-            optimizer=2 * whole,
+            optimizer=STATES.get(self.optimizers[0], 2) * whole,
             sent=sent | words,
             crossing=ring if topology.num_nodes > 1 else 0,
             other=reduction.state.kept_bytes(),

@@ -161,7 +161,8 @@ class MethodPlan:
 
     Args:
         weights, gradients: fp32, at their largest: whole if a forward, or the end of a backward, needs them whole.
-        optimizer: with AdamW, which has two fp32 moments: the moments, and the masters if they are not the weights.
+        optimizer: with AdamW, which has two fp32 moments, or the only optimizer that the method takes: what it keeps,
+            and the masters if they are not the weights.
         other: further state by name, such as an error that is fed back.
         sent: bytes sent in one step, by the meter's (operation, level).
         passing: weights and gradients that are whole for one part of the model at a time, besides those above.

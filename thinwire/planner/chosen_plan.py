@@ -76,8 +76,11 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
 
 def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Machine:
     """The ranks and links of a run, measured with the work of its candidates. A collective over the default group."""
-    if dist.get_rank() == 0:
-        print(f"--strategy {config.strategy}: measuring ranks and links ...", flush=True)
+
+    def say(line: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"--strategy {config.strategy}: {line}", flush=True)
+
     kind, _ = choose(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     methods = [make(name, config.tables) for name in CHOSEN_FROM]
     options = [Pipeline(**config.tables.get(PIPELINE, {}))]
@@ -85,7 +88,7 @@ def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Mach
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
     machine = calibrate(
         comm, layers=[replace(model.config, num_hidden_layers=1)], dtypes=[dtype], codecs=codecs,
-        device=take(kind, number),
+        device=take(kind, number), say=say,
     )  # fmt: skip
     comm.close()
     return machine

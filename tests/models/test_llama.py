@@ -127,6 +127,8 @@ def test_it_learns_a_repeating_sequence() -> None:
     assert torch.equal(grown[0, :8], sequence[0, :8])
     assert torch.equal(grown[0, 8:20], torch.arange(8, 20).remainder(5))
     assert grown.shape == (1, 48)
+    # Lengths 8 to 31 become 16 and 32.
+    assert torch.equal(generate(model, sequence[:, :8], 40, temperature=0, multiple=16), grown)
 
 
 def test_generation_repeats_under_a_generator_and_restores_the_mode() -> None:

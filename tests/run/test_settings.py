@@ -107,6 +107,7 @@ def test_a_switch_may_be_said_again_or_taken_back(tmp_path: Path) -> None:
         (["--no_checked=yes"], r"--no-checked yes: takes no value"),
         (["--keep-best", "auto"], r"--keep-best auto: takes no value"),
         (["--resume", "missing.toml"], r"missing\.toml does not exist"),
+        (["--memory", "2", "gb"], r"configuration file gb does not exist; a size is one word, such as 2gb"),
     ],
 )
 def test_a_switch_takes_no_value(args: list[str], message: str) -> None:

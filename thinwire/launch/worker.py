@@ -25,7 +25,7 @@ from thinwire.collectives.incarnations import Incarnations, connect
 from thinwire.collectives.store_gather import gather
 from thinwire.device import Device, choose, take
 from thinwire.errors import PeerLostError, Problems, ThinwireError
-from thinwire.hosts.offload.room import give_pages_back, small_stacks
+from thinwire.hosts.offload.room import few_primitives, give_pages_back, small_stacks
 from thinwire.launch.machine import threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.run.config import with_derived
@@ -118,6 +118,7 @@ def hold_to(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, most))
     small_stacks()
     give_pages_back()
+    few_primitives()
 
 
 def work_on(run: Run, place: ProcessPlace, start: Start) -> int:

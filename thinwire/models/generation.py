@@ -13,13 +13,17 @@ def generate(
     num_new: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    multiple: int = 1,
 ) -> Tensor:
     """Extends tokens [batch, seq] by `num_new` tokens drawn from softmax(logits / temperature).
 
     `model(tokens)` returns logits [batch, seq, vocab]; the context is cropped to its last `model.max_seq_len` tokens.
     Temperature 0 takes the most likely token. Returns int64 [batch, seq + num_new]; train or eval mode is restored.
+
+    multiple: the context gets zeros behind it up to a multiple of so many tokens, which changes no logit of a causal
+    model beyond rounding: the CPU's compiled kernels take memory for each new length.
     """
-    return torch.cat((tokens, *generate_tokens(model, tokens, num_new, temperature, generator)), dim=1)
+    return torch.cat((tokens, *generate_tokens(model, tokens, num_new, temperature, generator, multiple)), dim=1)
 
 
 def generate_tokens(
@@ -28,6 +32,7 @@ def generate_tokens(
     num_new: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    multiple: int = 1,
 ) -> Iterator[Tensor]:
     """The tokens that `generate` appends, int64 [batch, 1] each, as soon as each is drawn."""
     was_training = model.training
@@ -35,8 +40,11 @@ def generate_tokens(
     model.eval()
     try:
         for _ in range(num_new):
+            given = tokens[:, -context:]
+            length = given.shape[1]
+            padded = nn.functional.pad(given, (0, min(context, -(-length // multiple) * multiple) - length))
             with torch.no_grad():
-                logits = model(tokens[:, -context:])[:, -1].float()
+                logits = model(padded)[:, length - 1 - padded.shape[1]].float()
             if temperature > 0:
                 chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             else:

@@ -129,7 +129,7 @@ def bytes_figure(run: RunFiles) -> Figure:
         chart.rule(plain / size, "plain")
         legend.append(("plain", f"uncompressed (fp32): {bytes_text(plain)}"))
         if run.is_typical and run.typical("sent_bytes") > 0:
-            notes.append(f"Without compression: {plain / run.typical('sent_bytes'):.2f} times as much.")
+            notes.append(f"Gradients and weights in fp32: {plain / run.typical('sent_bytes'):.2f} times as much.")
     return Figure("Bytes on the wire", legend, chart.svg(), notes)
 
 

@@ -130,6 +130,11 @@ def warning(run: RunFiles) -> str:
     return f"<p class=warning>{text(' '.join(reasons))}</p>" if reasons else ""
 
 
+def beside_plain(sent: float, plain: float) -> str:
+    """Bytes beside those of fp32: fewer with compression, more where an axis sends what is no gradient."""
+    return f"{plain / sent:.2f} times less than fp32" if sent <= plain else f"{sent / plain:.2f} times as much as fp32"
+
+
 def headline(run: RunFiles) -> str:
     """The four figures that readers look for first."""
     sent, plain = run.typical("sent_bytes"), number(run.summary.get("uncompressed_bytes_per_step"))
@@ -139,7 +144,7 @@ def headline(run: RunFiles) -> str:
     spent_s = sum(value for _, value in run.series("step_s") if math.isfinite(value))
     so_far = run.last("tokens") / spent_s if spent_s else math.nan
     tokens_per_s = number(run.summary.get("tokens_per_s", so_far))
-    less = f"{plain / sent:.2f} times less than fp32" if plain > 0 and run.is_typical and sent > 0 else PAYLOAD
+    less = beside_plain(sent, plain) if plain > 0 and run.is_typical and sent > 0 else PAYLOAD
     cards = [
         ("held-out loss" if math.isfinite(heldout) else "last training loss", _loss(loss), "nats per token"),
         ("sent per step", bytes_text(sent), less),

@@ -37,8 +37,10 @@ def rate_row(config: TrainConfig) -> Row:
     """The row about the learning rate over the run."""
     num = config.num_warmup_steps
     end = "the end" if config.minutes else f"step {config.steps}"
-    rises = f"the learning rate rises to {config.lr:g}" + ("" if config.minutes else f" by step {num}")
-    effect = f"{rises}, then falls along a cosine to {config.lr * FINAL_SHARE:.3g} at {end}"
+    begins = f"rises to {config.lr:g}" + ("" if config.minutes else f" by step {num}")
+    if not num and not config.minutes:
+        begins = f"begins at {config.lr:g}"
+    effect = f"the learning rate {begins}, then falls along a cosine to {config.lr * FINAL_SHARE:.3g} at {end}"
     return f"--lr {config.lr:g}, --weight-decay {config.weight_decay:g}", effect, ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import resource
 import tomllib
@@ -10,10 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.errors import ConfigError, Problems
 from thinwire.options import checked_values, option_tables
 from thinwire.run.config import NOT_WRITTEN, TrainConfig
 from thinwire.run.run import tables_in_effect
+
+# What stands for a configuration's name where a size was written in two words.
+UNITS_OF_BYTES = ("kb", "mb", "gb", "tb")
 
 
 def check_length(stated: Mapping[str, Any], note: str, problems: Problems) -> None:
@@ -30,7 +34,10 @@ def read_toml(path: Path, problems: Problems) -> TrainConfig:
         text = path.read_text()
     except FileNotFoundError:
         names = [str(other) for other in sorted(path.parent.glob("*.toml"))]
-        hint = nearest(str(path), names) if names else ""
+        close = difflib.get_close_matches(str(path), names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        if str(path).lower() in UNITS_OF_BYTES:
+            hint = f"; a size is one word, such as 2{path}"
         raise ConfigError(f"configuration file {path} does not exist{hint}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"configuration file {path}: {error}") from None

@@ -48,6 +48,8 @@ from thinwire.run.run import Run, tokens_of
 
 # Of torch.compile.
 COMPILER = "inductor"
+# Under a budget, the lengths of a sample are multiples of this.
+PADDED = 64
 
 
 @dataclass(frozen=True)
@@ -293,8 +295,11 @@ class Engine:
         """The prompt and the model's continuation. Call it on all ranks that share the first copy of the model."""
         generator = torch.Generator(self.device.torch).manual_seed(self.config.seed)
         (tokens,) = self.device.take([torch.tensor([prompt])])
+        # Rows of a mixture that are no text would take room from others.
+        is_alone = self.continuing is self.model and not isinstance(self.model, MoELlama)
         with self._autocast():
-            return generate(self.continuing, tokens, num_new, 0.8, generator)[0].tolist()
+            multiple = PADDED if is_alone and self.config.memory is not None else 1
+            return generate(self.continuing, tokens, num_new, 0.8, generator, multiple)[0].tolist()
 
     def close(self) -> None:
         """Wait for all communication and give the process groups back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ STATM = Path("/proc/self/statm")
 M_MMAP_THRESHOLD, OWN_PAGES_BYTES = -3, 1 << 20
 # At least the size of glibc's pthread_attr_t, and of a thread's stack under a budget: by default it has 8 MB.
 ATTRIBUTES_BYTES, STACK_BYTES = 128, 2 << 20
+NUM_PRIMITIVES = "32"
 
 
 def data_bytes() -> int:
@@ -35,6 +37,15 @@ def small_stacks() -> None:
         if libc.pthread_attr_init(attributes) == 0:
             libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(STACK_BYTES))
             libc.pthread_setattr_default_np(attributes)
+
+
+def few_primitives() -> None:
+    """Let oneDNN keep few compiled kernels. It reads this once, when it compiles the first one.
+
+    By default it keeps 1,024, of each shape of a product, with memory of their own. A text that grows by a token has a
+    new shape for each token.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", NUM_PRIMITIVES)
 
 
 class MemoryRoom:

@@ -56,6 +56,12 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
         assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert run["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
         assert "resume proven" in run["printed"] and "within 1e-05" in run["printed"]
+    # What the start says that a step sends is about what it sends.
+    for name in ("four", "lossy"):
+        printed, steps = runs[name]["printed"], runs[name]["steps"].values()
+        told = re.findall(r"(?:sent per rank and step|a step, besides): (?:about )?([\d.]+) MB", printed)
+        sent = sorted(line["sent_bytes"] / 1e6 for line in steps)[len(steps) // 2]
+        assert len(told) == 2 and sum(map(float, told)) == pytest.approx(sent, rel=0.1), name
     assert "2 ranks a sequence" in runs["found"]["printed"]
     found = r"--experts.parallel auto: (1|2) \(seconds of a step's links and experts: "
     assert re.search(found, runs["found"]["printed"])

@@ -16,15 +16,18 @@ from thinwire.checkpoint.folder import latest, step_of
 from thinwire.collectives import faults
 from thinwire.device import Device
 from thinwire.errors import ConfigError
+from thinwire.hosts.experts.parallel import ExpertRanks
 from thinwire.hosts.pipeline.stage import PipelineStage, Prediction
 from thinwire.hosts.sequence import SequenceRanks
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.methods.experts import way_text
+from thinwire.methods.experts.traffic import Rows, sent
 from thinwire.methods.sequence import Shape
 from thinwire.methods.sequence.traffic import most_sent
 from thinwire.models.capacity import RowLoad
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.moe import MoELlama
+from thinwire.models.seam import mixture_of
 from thinwire.models.tensor import activation_bytes
 from thinwire.optim.schedule import lr_at
 from thinwire.report.machine import peak_rss_bytes, versions
@@ -196,6 +199,8 @@ class Trainer:
             yield self._tensor_row()
         if self.stage.sequence is not None:
             yield self._sequence_row(self.stage.sequence)
+        if self.stage.experts is not None and self.stage.experts.placement.ranks > 1:
+            yield self._expert_row(self.stage.experts)
 
     def _open_report(self, rows: Sequence[Row], loaded: Sequence[Row], own_rows: Sequence[Row]) -> None:
         """Rank 0 reports; the first rank of each other machine shows the progress, and `rows` alone."""
@@ -239,6 +244,20 @@ class Trainer:
         layers, itemsize = -(-of_model.num_hidden_layers // shape.pipeline), 2 if self.dtype == "bf16" else 4
         sent = activation_bytes(of_model, tokens, shape.tensor, layers, itemsize)
         return "ranks of a tensor axis send each other, a step", f"about {sent / 1e6:.3f} MB a rank", NOT_COUNTED
+
+    def _expert_row(self, experts: ExpertRanks) -> Row:
+        """A row about the rows that travel to experts and back in a step, beside gradients and weights."""
+        sizes, placement, local = mixture_of(self.engine.model), experts.placement, experts.comm.topology.local_size
+        assert sizes is not None
+        tokens = self.batch.micro_batch * self.config.seq_len // self.config.mesh_shape.sequence
+        dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        rows = Rows.even(placement, tokens, sizes.top_k, sizes.width, dtype, placement.ranks // local)
+        part_numel = sizes.experts * sizes.expert_numel // placement.ranks
+        of_layer = sent(placement, rows, experts.options, part_numel, local)
+        own = sum(num_bytes for (rank, _), num_bytes in of_layer.items() if rank == experts.comm.rank)
+        of_step = own * sizes.layers * self.batch.accumulation
+        why = f"in {sizes.layers} layers, with an even router; each step counts what it was"
+        return "rows to experts and back, a step, besides", f"about {of_step / 1e6:.3f} MB a rank", why
 
     def _sequence_row(self, sequence: SequenceRanks) -> Row:
         """A row about what the ranks of a sequence send each other in a step."""

@@ -37,7 +37,7 @@ def gather(store: dist.Store, rank: int, world_size: int, mine: T, what: str) ->
 
 def gather_among(store: dist.Store, ranks: Sequence[int], rank: int, mine: T, what: str, timeout_s: float) -> list[T]:
     """As `gather`, for these ranks alone; rank: this one's number in the world. Each set of ranks counts its calls."""
-    start, key = time.time(), _tell(store, rank, mine)
+    start, key = time.time(), tell(store, rank, mine)
     silent = set(ranks)
     while silent := {other for other in silent if not store.check([key(other)])}:
         if time.time() > start + timeout_s:
@@ -50,13 +50,11 @@ def gather_among(store: dist.Store, ranks: Sequence[int], rank: int, mine: T, wh
     return [pickle.loads(bytes.fromhex(store.get(key(other)).decode())) for other in ranks]
 
 
-def tell(store: dist.Store, rank: int, mine: object) -> None:
-    """This rank's part of the next `gather_among`, for a rank that does not wait for the others' parts."""
-    _tell(store, rank, mine)
+def tell(store: dist.Store, rank: int, mine: object) -> Callable[[int], str]:
+    """State this rank's part of the next `gather_among`. Return the key under which a rank states its part.
 
-
-def _tell(store: dist.Store, rank: int, mine: object) -> Callable[[int], str]:
-    """State it, and return the key under which a rank states it."""
+    A rank that does not wait for the others' parts calls nothing else.
+    """
     key = f"thinwire/gather/{store.add(f'thinwire/gathers/{rank}', 1)}/{{}}".format
     store.set(key(rank), pickle.dumps(mine).hex())
     return key

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from thinwire.errors import counted
 from thinwire.report.charts import Figure
 from thinwire.report.run import number, read_run
 from thinwire.report.svg import Chart, alone, around
@@ -130,7 +131,7 @@ def recommended(rate: float, recorded: Path = RECORDED) -> tuple[str, str]:
     at, rows = f"{near / 1e6:g}", [row for row in found if row["model"] == model]
     # The exact run itself comes near its loss.
     soonest = min(rows, key=lambda row: math.inf if row["minutes"][at] is None else row["minutes"][at])
-    num_seeds = f"{soonest['seeds']} seed" + ("s" if soonest["seeds"] > 1 else "")
+    num_seeds = counted(soonest["seeds"], "seed")
     size = f"{len(rows)} methods, {model}, {soonest['steps']:,} steps, {num_seeds}"
     return soonest["method"], f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}; {size}"
 

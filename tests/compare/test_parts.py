@@ -14,7 +14,7 @@ import pytest
 
 from thinwire import cli
 from thinwire.compare import Figures, RaceConfig, RaceRow
-from thinwire.compare.checks import range_errors, rounds_of
+from thinwire.compare.checks import WARM_UP_STEPS, range_errors, rounds_of
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.leg import StopWish
 from thinwire.compare.measure import (
@@ -31,7 +31,7 @@ from thinwire.compare.measure import (
     weights_share,
 )
 from thinwire.compare.options import read_race
-from thinwire.compare.plan import make_plan, rows_of
+from thinwire.compare.plan import make_plan, rows_of, timed_steps_of
 from thinwire.compare.record import Leg, RaceRecord, SeedEntry, delete_race, load_record
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
@@ -123,6 +123,28 @@ def test_layouts_that_do_not_fit_are_told_before_a_race(
     race = RaceConfig(strategies=f"zero,pp=zero[{options}]", lab="nodes=4,rate=20mbit", out=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match=message):
         make_plan(race, TrainConfig(model="tiny", steps=12, **more), Problems())
+
+
+@pytest.mark.parametrize(
+    ("strategies", "steps", "asked", "expected"),
+    [
+        ("zero,demo", 1000, None, 20),
+        # Two exchanges of islands, so that the mean holds each step of a period equally often.
+        ("zero,diloco[sync_every=50]", 1000, None, 100),
+        ("zero", 60, None, None),
+        ("zero", 1000, 5, 5),
+        ("zero", 1000, 332, None),
+    ],
+)
+def test_few_steps_of_a_long_round_wait_for_the_slow_network(
+    strategies: str, steps: int, asked: int | None, expected: int | None
+) -> None:
+    race, train = RaceConfig(timed_steps=asked), TrainConfig(model="tiny", workers=2, steps=steps)
+    contestants = read_contestants(strategies, Problems(), train)
+    assert timed_steps_of(race, train, contestants) == expected
+    rows = [row for row in rows_of(race, train, train, contestants) if row[0].startswith("--timed-steps")]
+    # Told where it differs from what was asked.
+    assert bool(rows) == (expected != asked)
 
 
 def test_a_contestant_has_to_fit_the_race_and_not_a_run_of_usual_length() -> None:
@@ -285,7 +307,9 @@ def test_warm_up_is_not_counted_and_rates_are_lifted(
         with path.open("a") as file:
             file.write(line(step))
         assert watch.look() and not watch.look()
-        assert network.shaped == (timed_steps is None or step < 9)
+        # Of a first warm-up until step 8, the last two steps are in the slow network.
+        first = settled_after - WARM_UP_STEPS if timed_steps is not None else 0
+        assert network.shaped == (first <= step and (timed_steps is None or step < 9))
     assert watch.leg == expected
 
 

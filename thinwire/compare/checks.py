@@ -12,6 +12,10 @@ from thinwire.errors import ConfigError, unusable_folder
 # Steps after each start that are not timed, while caches fill, buffers are made and connections open.
 WARM_UP_STEPS = 2
 DEFAULT_ROUNDS = 3
+# Of each round: enough for a median. Losses do not depend on the network, and most steps need not wait for it.
+DEFAULT_TIMED_STEPS = 20
+# A mean over whole periods counts each step of a period equally often.
+TIMED_EXCHANGES = 2
 
 
 def read_seeds(text: str | None, default: int) -> tuple[int, ...]:

@@ -68,6 +68,10 @@ class Contestant:
         """Number of first steps in which the strategy does not yet work as it does later; 0 for an outside program."""
         return 0 if self.command else Run.of(self.config(base)).strategy.settled_after
 
+    def exchanges_every(self, base: TrainConfig) -> int:
+        """Steps from one exchange to the next; 1 for an outside program."""
+        return 1 if self.command else Run.of(self.config(base)).strategy.exchanges_every
+
     def words(self, values: Mapping[str, str]) -> list[str]:
         """The command with its placeholders filled in. Words that become empty are left out."""
         words = [_filled(word, values) for word in shlex.split(self.command)]

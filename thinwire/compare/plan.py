@@ -11,6 +11,8 @@ from typing import Any
 
 from thinwire.compare.checks import (
     DEFAULT_ROUNDS,
+    DEFAULT_TIMED_STEPS,
+    TIMED_EXCHANGES,
     WARM_UP_STEPS,
     folder_errors,
     range_errors,
@@ -54,7 +56,13 @@ SET_BY_RACE = {
 
 @dataclass(frozen=True)
 class RacePlan:
-    """A race that can be run. stops: the last step of each round. train: the configuration of all contestants."""
+    """A race that can be run.
+
+    Args:
+        train: the configuration of all contestants.
+        stops: the last step of each round.
+        timed_steps: steps of each round, after its warm-up, that run in the slow network; None: all.
+    """
 
     race: RaceConfig
     train: TrainConfig
@@ -62,6 +70,7 @@ class RacePlan:
     lab: LabSpec
     seeds: tuple[int, ...]
     stops: tuple[int, ...]
+    timed_steps: int | None
     smooth: int
     target: float | str | None
     threads: int
@@ -83,7 +92,7 @@ class RacePlan:
             "lab": str(self.lab),
             "seeds": list(self.seeds),
             "rounds": len(self.stops),
-            "timed_steps": self.race.timed_steps,
+            "timed_steps": self.timed_steps,
             "smooth": self.smooth,
             "target_loss": self.target,
             "bound": self.race.bound,
@@ -118,9 +127,17 @@ def make_plan(
     return RacePlan(
         race, train, tuple(contestants), lab, seeds,
         stops=tuple(train.steps * turn // num_rounds for turn in range(1, num_rounds + 1)),
+        timed_steps=timed_steps_of(race, train, contestants),
         smooth=race.smooth or min(DEFAULT_SMOOTH, train.steps), target=target, threads=threads,
         rows=(*found, *rows_of(race, asked, train, contestants)),
     )  # fmt: skip
+
+
+def timed_steps_of(race: RaceConfig, train: TrainConfig, contestants: Sequence[Contestant]) -> int | None:
+    """See RacePlan: those asked for; by default DEFAULT_TIMED_STEPS, or TIMED_EXCHANGES of the slowest contestant."""
+    slowest = max((one.exchanges_every(train) for one in contestants), default=1)
+    asked = race.timed_steps or max(DEFAULT_TIMED_STEPS, TIMED_EXCHANGES * slowest)
+    return None if asked + WARM_UP_STEPS > train.steps // rounds_of(race, train.steps) else asked
 
 
 def shared_config(train: TrainConfig, lab: LabSpec) -> TrainConfig:
@@ -179,5 +196,10 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
             yield f"rounds of {contestant.name}", "runs whole, in the last round", "its command has no {stop_at}"
     if race.smooth is None and train.steps < DEFAULT_SMOOTH:
         yield f"--smooth {DEFAULT_SMOOTH}", str(train.steps), "there are no more steps"
-    if race.timed_steps is not None and race.timed_steps + WARM_UP_STEPS > train.steps // num_rounds:
+    timed = timed_steps_of(race, train, contestants)
+    if race.timed_steps is not None and timed is None:
         yield f"--timed-steps {race.timed_steps}", "all after the warm-up", "a round has no more steps"
+    if race.timed_steps is None and timed is not None:
+        length = train.steps // num_rounds
+        why = f"other steps of a round do without the slow network; --timed-steps {length} times all"
+        yield "--timed-steps", str(timed), why

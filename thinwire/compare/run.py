@@ -148,6 +148,6 @@ class RaceRunner:
     def _start(self, command: list[str], files: Files, turn: int, stop: int, last_step: int) -> LegStart:
         race = self.plan.race
         return LegStart(
-            command, environment(self.plan), files.output, files.metrics, turn, last_step, stop, race.timed_steps,
-            race.timeout,
+            command, environment(self.plan), files.output, files.metrics, turn, last_step, stop,
+            self.plan.timed_steps, race.timeout,
         )  # fmt: skip

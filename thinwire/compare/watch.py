@@ -53,7 +53,8 @@ def _row(line: bytes) -> dict[str, Any]:
 class LegWatch:
     """Turns the steps of one start into a Leg: the timed steps, and the links' bytes during them.
 
-    timed_steps: number of steps to time after the warm-up, before the links' rates are lifted; None: all.
+    timed_steps: number of steps to time after the warm-up; None: all. Before the warm-up and after them the links'
+        rates are lifted.
     settled_after: the warm-up lasts at least until this step of the run.
     """
 
@@ -65,7 +66,7 @@ class LegWatch:
         self._network, self._tail, self._timed_steps = network, tail, timed_steps
         self._settled_after = settled_after
         self._from: tuple[int, list[Counters]] | None = None
-        self._is_timing = True
+        self._is_timing = self._is_shaped = True
 
     def look(self) -> bool:
         """Whether a step has finished since the last call."""
@@ -74,9 +75,21 @@ class LegWatch:
             return False
         self.leg.first_step = self.leg.first_step or rows[0]["step"]
         self._note(rows)
+        if self._is_timing and self._timed_steps is not None:
+            self._shape_from_warm_up()
         if self._is_timing and self.leg.last_step >= self._last_warm:
             self._count()
         return True
+
+    def _shape_from_warm_up(self) -> None:
+        """Lift the rates in a method's first steps, in which it is not yet what the race times."""
+        is_shaped = self.leg.last_step >= self._last_warm - WARM_UP_STEPS
+        if is_shaped and not self._is_shaped:
+            # Steps may have ended before they were seen.
+            self._settled_after = max(self._settled_after, self.leg.last_step + WARM_UP_STEPS)
+        if is_shaped != self._is_shaped:
+            self._is_shaped = is_shaped
+            self._network.shape(is_shaped)
 
     @property
     def _last_warm(self) -> int:

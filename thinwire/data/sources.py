@@ -101,7 +101,7 @@ def place_of(spec: str) -> Path | None:
         raise ConfigError("data '': give 'stdlib', a file, a folder, or hf:NAME")
     path = Path(sysconfig.get_path("stdlib")) if spec == "stdlib" else Path(spec).expanduser().absolute()
     if not path.exists():
-        raise ConfigError(f"data {spec!r}: no such file or folder{nearest_sibling(path, spec.endswith('/'))}")
+        raise ConfigError(f"data {spec!r}: no such file or folder{nearest_sibling(path, spec)}")
     return path
 
 
@@ -150,15 +150,15 @@ def folder_files(root: Path) -> list[Path]:
     return files
 
 
-def nearest_sibling(path: Path, is_folder: bool = False) -> str:
+def nearest_sibling(path: Path, spec: str) -> str:
     """Tail of an error message about a missing path: the closest name beside it, or the missing folder.
 
-    is_folder: only folders are meant.
+    spec: the path as stated; after a / at its end, only folders are meant.
     """
     if not path.parent.is_dir():
         return f"; folder {str(path.parent)!r} does not exist either"
     try:
-        beside = sorted(p.name for p in path.parent.iterdir() if not is_folder or p.is_dir())
+        beside = sorted(p.name for p in path.parent.iterdir() if not spec.endswith("/") or p.is_dir())
     except OSError as error:
         return f"; {str(path.parent)!r} cannot be listed: {error.strerror}"
     close = difflib.get_close_matches(path.name, ["stdlib", *beside], n=1, cutoff=0.6)
@@ -169,7 +169,7 @@ def nearest_sibling(path: Path, is_folder: bool = False) -> str:
         return f"; none of the {len(beside)} names in {str(path.parent)!r} is like it"
     if not close:
         return f"; {str(path.parent)!r} holds {', '.join(beside) or 'nothing'}"
-    return f"; did you mean {'stdlib' if close[0] == 'stdlib' else str(path.parent / close[0])!r}?"
+    return f"; did you mean {'stdlib' if close[0] == 'stdlib' else str(Path(spec).parent / close[0])!r}?"
 
 
 def read_file(path: Path, text_field: str) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import time
 
@@ -11,11 +13,25 @@ import torch
 
 from tests.workers import HANG_S, run_workers
 from thinwire.codecs import Identity
-from thinwire.collectives import Communicator
+from thinwire.collectives import Communicator, patience
 from thinwire.errors import MismatchError, PeerLostError
 
 
-def one_rank_goes(rank: int, world_size: int, local_size: int, how: int, timeout_s: float) -> str:
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def one_rank_goes(rank: int, world_size: int, local_size: int, how: int, timeout_s: float) -> tuple[str, list[str]]:
+    patience.FIRST_S, patience.LOOK_EVERY_S = 0.5, 0.1
+    said = Said()
+    patience.log.addHandler(said)
     comm = Communicator(local_size=local_size, timeout_s=HANG_S)
     x = torch.ones(1 << 12)
     comm.wait(comm.reduce_scatter(x, Identity()))
@@ -29,7 +45,7 @@ def one_rank_goes(rank: int, world_size: int, local_size: int, how: int, timeout
     with pytest.raises(PeerLostError):
         comm.wait(comm.all_gather(x, Identity()))
     time.sleep(1.0)
-    return str(caught.value)
+    return str(caught.value), [line for line in said.lines if "has waited" in line]
 
 
 @pytest.mark.parametrize("local_size", [1, 2, 4])
@@ -38,9 +54,12 @@ def test_survivors_name_the_missing_rank(local_size: int, how: int, timeout_s: f
     # A rank that is killed is noticed at once, one that is stopped only after the time limit.
     results = run_workers(one_rank_goes, 4, local_size, how, timeout_s, may_die=(2,))
     for rank in (0, 1, 3):
-        message = results[rank]
+        message, _ = results[rank]
         assert "rank 2 is missing" in message, message
         assert "reduce_scatter" in message
+    told = [line for rank in (0, 1, 3) for line in results[rank][1]]
+    # While they wait, too: of the rank itself, or through the others that wait for it.
+    assert how == signal.SIGKILL or any(re.search(r"waits? for rank 2 \(|s for rank 2 \(", line) for line in told), told
 
 
 def disagree(rank: int, world_size: int) -> str:

@@ -128,10 +128,10 @@ def test_layouts_that_do_not_fit_are_told_before_a_race(
 @pytest.mark.parametrize(
     ("strategies", "steps", "asked", "expected"),
     [
-        ("zero,demo", 1000, None, 20),
+        ("zero", 1000, None, 10),
         # Two exchanges of islands, so that the mean holds each step of a period equally often.
-        ("zero,diloco[sync_every=50]", 1000, None, 100),
-        ("zero", 60, None, None),
+        ("diloco[sync_every=50]", 1000, None, 100),
+        ("zero", 35, None, None),
         ("zero", 1000, 5, 5),
         ("zero", 1000, 332, None),
     ],
@@ -141,7 +141,7 @@ def test_few_steps_of_a_long_round_wait_for_the_slow_network(
 ) -> None:
     race, train = RaceConfig(timed_steps=asked), TrainConfig(model="tiny", workers=2, steps=steps)
     contestants = read_contestants(strategies, Problems(), train)
-    assert timed_steps_of(race, train, contestants) == expected
+    assert [timed_steps_of(race, train, one) for one in contestants] == [expected]
     rows = [row for row in rows_of(race, train, train, contestants) if row[0].startswith("--timed-steps")]
     # Told where it differs from what was asked.
     assert bool(rows) == (expected != asked)

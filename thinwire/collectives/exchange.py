@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from thinwire import _compat
 from thinwire.collectives import faults, headers, staging
 from thinwire.collectives.meter import Meter
+from thinwire.collectives.patience import patience
 from thinwire.collectives.rounds import Rounds
 from thinwire.errors import CorruptMessageError, PeerLostError
 
@@ -73,6 +75,10 @@ class Wire:
     def group(self) -> Any:
         return self.members.group
 
+    def store(self) -> dist.Store:
+        """Where ranks report whom they miss."""
+        return self.members.store or _compat.default_store()
+
     def name(self, rank: int) -> str:
         """Name of a rank of this wire, for messages."""
         return f"{self.members.noun} {self.global_ranks[rank]}"
@@ -107,7 +113,9 @@ class Wire:
         asker = threading.Thread(target=self._follow_blame, args=(blame,), daemon=True)
         asker.start()
         asker.join(self.members.grace_s + 1.0)
-        cause = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        # Without the place in gloo's source.
+        said = re.sub(r"^\[\S+\.(cc|h):\d+\] ", "", str(error).strip())
+        cause = said.splitlines()[0][:160] if said else type(error).__name__
         return PeerLostError(
             f"{self.members.noun} {blame['rank']} is missing: {blame['operation']} (message {blame['sequence']}) on "
             f"{self.name(self.rank)} did not get its part within the timeout of {self.timeout_s:g} s "
@@ -116,7 +124,7 @@ class Wire:
 
     def _follow_blame(self, blame: dict[str, int | str]) -> None:
         """Report which rank this one misses. If that rank has reported another one, return the last of this chain."""
-        store = self.members.store or _compat.default_store()
+        store = self.store()
         key = "thinwire/lost/{}".format
         me = self.global_ranks[self.rank]
         try:
@@ -147,7 +155,8 @@ class Pending(NamedTuple):
     def wait(self) -> None:
         own, start = self.exchange, time.perf_counter()
         try:
-            self.work.wait(timedelta(seconds=own.wire.timeout_s))
+            with patience().wait(own.wire, self.peer, own.label):
+                self.work.wait(timedelta(seconds=own.wire.timeout_s))
         except RuntimeError as error:
             raise own.wire.lost(own.operation, own.number, self.peer, error) from None
         finally:

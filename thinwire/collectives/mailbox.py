@@ -17,6 +17,7 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.exchange import Members, Wire
 from thinwire.collectives.groups import give_back, own_members
 from thinwire.collectives.meter import Meter
+from thinwire.collectives.patience import patience
 from thinwire.collectives.topology import Topology
 from thinwire.errors import ConfigError
 
@@ -199,7 +200,8 @@ class Mailbox:
     def _wait(self, label: Label, peer: int, work: dist.Work) -> None:
         with self.meter.timed("exposed_s", self._operation(label)):
             try:
-                work.wait(timedelta(seconds=self._wire.timeout_s))
+                with patience().wait(self._wire, peer, f"{self._operation(label)} {label.micro_batch}"):
+                    work.wait(timedelta(seconds=self._wire.timeout_s))
             except RuntimeError as error:
                 raise self._lost(label, peer, error) from None
 

@@ -13,7 +13,7 @@ from thinwire.errors import ConfigError, unusable_folder
 WARM_UP_STEPS = 2
 DEFAULT_ROUNDS = 3
 # Of each round: enough for a median. Losses do not depend on the network, and most steps need not wait for it.
-DEFAULT_TIMED_STEPS = 20
+DEFAULT_TIMED_STEPS = 10
 # A mean over whole periods counts each step of a period equally often.
 TIMED_EXCHANGES = 2
 

@@ -85,7 +85,7 @@ def alone_command(plan: RacePlan, seed: int) -> list[str]:
 
 
 def num_alone_steps(plan: RacePlan) -> int:
-    return WARM_UP_STEPS + min(plan.timed_steps or MOST_ALONE_STEPS, MOST_ALONE_STEPS)
+    return WARM_UP_STEPS + min(plan.race.timed_steps or MOST_ALONE_STEPS, MOST_ALONE_STEPS)
 
 
 def alone_dirs(plan: RacePlan, seed: int) -> list[Path]:

@@ -46,8 +46,8 @@ class LegStart:
     turn: int
     last_step: int
     stop: int
-    timed_steps: int | None
     timeout_s: float
+    timed_steps: int | None = None
     settled_after: int = 0
 
 

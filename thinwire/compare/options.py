@@ -32,7 +32,7 @@ class RaceConfig:
     """Rounds into which the steps are divided; in each, every contestant runs once, in another order. By default 3, or
     as many as the steps allow."""
     timed_steps: int | None = None
-    """Steps of each round that run in the slow network, after the warm-up; by default 20, or two exchanges of islands
+    """Steps of each round that run in the slow network, after the warm-up; by default 10, or two exchanges of islands
     if these take more. The others train at full speed. A round's length or more: all of them."""
     smooth: int | None = None
     """Steps over which the training loss is averaged; by default 20, or all steps of a shorter run."""

@@ -61,7 +61,7 @@ class RacePlan:
     Args:
         train: the configuration of all contestants.
         stops: the last step of each round.
-        timed_steps: steps of each round, after its warm-up, that run in the slow network; None: all.
+        timed_steps: of each contestant, steps of a round, after its warm-up, that run in the slow network; None: all.
     """
 
     race: RaceConfig
@@ -70,7 +70,7 @@ class RacePlan:
     lab: LabSpec
     seeds: tuple[int, ...]
     stops: tuple[int, ...]
-    timed_steps: int | None
+    timed_steps: dict[str, int | None]
     smooth: int
     target: float | str | None
     threads: int
@@ -127,16 +127,15 @@ def make_plan(
     return RacePlan(
         race, train, tuple(contestants), lab, seeds,
         stops=tuple(train.steps * turn // num_rounds for turn in range(1, num_rounds + 1)),
-        timed_steps=timed_steps_of(race, train, contestants),
+        timed_steps={one.name: timed_steps_of(race, train, one) for one in contestants},
         smooth=race.smooth or min(DEFAULT_SMOOTH, train.steps), target=target, threads=threads,
         rows=(*found, *rows_of(race, asked, train, contestants)),
     )  # fmt: skip
 
 
-def timed_steps_of(race: RaceConfig, train: TrainConfig, contestants: Sequence[Contestant]) -> int | None:
-    """See RacePlan: those asked for; by default DEFAULT_TIMED_STEPS, or TIMED_EXCHANGES of the slowest contestant."""
-    slowest = max((one.exchanges_every(train) for one in contestants), default=1)
-    asked = race.timed_steps or max(DEFAULT_TIMED_STEPS, TIMED_EXCHANGES * slowest)
+def timed_steps_of(race: RaceConfig, train: TrainConfig, contestant: Contestant) -> int | None:
+    """See RacePlan: those asked for; by default DEFAULT_TIMED_STEPS, or TIMED_EXCHANGES if these take more."""
+    asked = race.timed_steps or max(DEFAULT_TIMED_STEPS, TIMED_EXCHANGES * contestant.exchanges_every(train))
     return None if asked + WARM_UP_STEPS > train.steps // rounds_of(race, train.steps) else asked
 
 
@@ -196,10 +195,10 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
             yield f"rounds of {contestant.name}", "runs whole, in the last round", "its command has no {stop_at}"
     if race.smooth is None and train.steps < DEFAULT_SMOOTH:
         yield f"--smooth {DEFAULT_SMOOTH}", str(train.steps), "there are no more steps"
-    timed = timed_steps_of(race, train, contestants)
-    if race.timed_steps is not None and timed is None:
+    timed = {timed_steps_of(race, train, contestant) for contestant in contestants}
+    if race.timed_steps is not None and None in timed:
         yield f"--timed-steps {race.timed_steps}", "all after the warm-up", "a round has no more steps"
-    if race.timed_steps is None and timed is not None:
+    if race.timed_steps is None and (few := sorted(steps for steps in timed if steps is not None)):
         length = train.steps // num_rounds
         why = f"other steps of a round do without the slow network; --timed-steps {length} times all"
-        yield "--timed-steps", str(timed), why
+        yield "--timed-steps", " to ".join(map(str, dict.fromkeys([few[0], length if None in timed else few[-1]]))), why

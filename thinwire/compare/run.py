@@ -114,7 +114,10 @@ class RaceRunner:
         files = Files.of(self.plan.out, contestant.name, seed)
         command = contestant_command(self.plan, contestant, seed, stop)
         begin = self._start(command, files, turn, stop, last_step=0 if contestant.is_whole else entry.last_step)
-        begin = replace(begin, settled_after=contestant.settled_after(self.plan.train))
+        begin = replace(
+            begin, settled_after=contestant.settled_after(self.plan.train),
+            timed_steps=self.plan.timed_steps[contestant.name],
+        )  # fmt: skip
         self.board.leg(contestant.name, seed, turn, self.plan.train.steps)
         if contestant.is_whole:
             entry.legs.clear()
@@ -148,6 +151,5 @@ class RaceRunner:
     def _start(self, command: list[str], files: Files, turn: int, stop: int, last_step: int) -> LegStart:
         race = self.plan.race
         return LegStart(
-            command, environment(self.plan), files.output, files.metrics, turn, last_step, stop,
-            self.plan.timed_steps, race.timeout,
+            command, environment(self.plan), files.output, files.metrics, turn, last_step, stop, race.timeout
         )  # fmt: skip

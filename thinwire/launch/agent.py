@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -111,7 +111,7 @@ def run_workers(config: TrainConfig, start: Start, server: ForkServer, relay: Re
         await_node_0(host, int(port), config.timeout)
     relay.step_aside()
     try:
-        with agent_starts_by(server.start), passing_on(run_dir.faults) if start.inject else nullcontext():
+        with agent_starts_by(server.start), passing_on(run_dir.faults):
             result = relay.agent.run()
     except (ConnectionError, TimeoutError, RuntimeError) as error:
         raise ThinwireError(

@@ -96,7 +96,7 @@ class Watch:
         run_dir, failures = RunDir(self.config.run_dir), dict[int, ProcessFailure]()
         with ExitStack() as held:
             held.callback(shutil.rmtree, self._errors, ignore_errors=True)
-            if self._logs is not None and self.start.inject:
+            if self._logs is not None:
                 held.enter_context(passing_on(run_dir.faults))
             for place in places:
                 self._launch(place)

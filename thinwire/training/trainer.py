@@ -14,6 +14,7 @@ import torch
 from thinwire.checkpoint import FROZEN, Disk, Keep, Piece, Saver, Source, store_of_ranks
 from thinwire.checkpoint.folder import latest, step_of
 from thinwire.collectives import faults
+from thinwire.collectives.patience import patience
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.experts.parallel import ExpertRanks
@@ -111,6 +112,7 @@ class Trainer:
         self._planned = Planned(run.config, self.optimizer.everyone, self._warn) if run.config.plan else None
         if not generation:
             self._arm_faults()
+            patience().announce = self._tell
         self._step_start = self._note_start()
 
     def _find_start(self) -> tuple[Path | None, list[Row]]:
@@ -314,7 +316,7 @@ class Trainer:
             self.optimizer.synchronize()
             heldout_loss = self._evaluate() if self.config.eval_sequences else None
         for fault in faults.disarm():
-            self._tell_of_fault(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened")
+            self._tell(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened")
         if self._planned is not None and not stopped:
             self._planned.compare_links("while it was followed")
         peak_rss, peak_allocated = max_over_ranks(peak_rss_bytes()), max_over_ranks(self.device.peak_bytes())
@@ -378,9 +380,9 @@ class Trainer:
             island = self.place.island.number if self.optimizer.has_islands else None
             told = map(faults.parse, self.config.inject)
             stage = None if self.stage.pipeline is None else self.stage.pipeline.number
-            faults.arm(told, rank=self.place.rank, island=island, stage=stage, announce=self._tell_of_fault)
+            faults.arm(told, rank=self.place.rank, island=island, stage=stage, announce=self._tell)
 
-    def _tell_of_fault(self, text: str) -> None:
+    def _tell(self, text: str) -> None:
         """Print it on the terminal. Ranks other than 0 write it to a file, which the launcher prints."""
         if self.place.number == 0 and self.reporter is not None:
             self.reporter.progress.warn(text)

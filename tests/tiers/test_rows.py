@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from thinwire.errors import ThinwireError
-from thinwire.tiers import BLOCK_BYTES, DiskFile, Pace, RowStore, TierMeter
+from thinwire.tiers import BLOCK_BYTES, DiskFile, DiskRows, Pace, TierMeter
+from thinwire.tiers.disk_rows import STAGING_BYTES
 from thinwire.tiers.pool import aligned, pages
 
 ROWS = 700
 
 
-def stored(folder: Path, values: torch.Tensor, place: int) -> RowStore:
+def stored(folder: Path, values: torch.Tensor, place: int) -> DiskRows:
     """A store of these rows, from byte `place` on."""
     octets = values.view(torch.uint8).view(-1)
     memory = pages(aligned(place + len(octets)))
     memory[place : place + len(octets)] = octets
     file = DiskFile(folder, len(memory), TierMeter(), Pace(None))
     file.write(0, memory)
-    store = RowStore(file, place, len(values), values.shape[1], values.dtype)
+    store = DiskRows(file, place, len(values), values.shape[1], values.dtype)
     store.note(values)
     return store
 
@@ -39,15 +41,16 @@ def test_rows_are_those_of_the_matrix(tmp_path: Path, width: int, dtype: torch.d
         assert distinct * store.row_bytes <= read <= distinct * (store.row_bytes + 3 * BLOCK_BYTES)
     out = torch.empty(2, width, dtype=dtype)
     assert store.gather(torch.tensor([5, 1]), out) is out and torch.equal(out, values[[5, 1]])
-    # All rows together take few blocks more than they have.
+    # All rows together take few blocks more than they have, and pass through the memory of two parts.
     assert read <= ROWS * store.row_bytes * 1.02 + 2 * BLOCK_BYTES
+    assert store.staging_bytes == 2 * max(STAGING_BYTES, aligned(store.row_bytes) + BLOCK_BYTES)
 
 
 def test_rows_that_are_not_there_or_are_damaged_are_refused(tmp_path: Path) -> None:
     values = torch.arange(4096.0).view(64, 64)
     store = stored(tmp_path, values, BLOCK_BYTES)
     for number in (-1, 64):
-        with pytest.raises(IndexError, match=f"row {number} of 64"):
+        with pytest.raises(IndexError, match=f"store .*: row {number} of 64"):
             store.gather(torch.tensor([3, number]))
     memory = pages(BLOCK_BYTES)
     store.file.read(BLOCK_BYTES, memory)
@@ -55,5 +58,49 @@ def test_rows_that_are_not_there_or_are_damaged_are_refused(tmp_path: Path) -> N
     memory.view(torch.int32)[64:66] = memory.view(torch.int32)[64:66].flip(0)
     store.file.write(BLOCK_BYTES, memory)
     assert torch.equal(store.gather(torch.tensor([0, 2])), values[[0, 2]])
-    with pytest.raises(ThinwireError, match="the disk is damaged"):
+    with pytest.raises(ThinwireError, match="row 1 not what was written: the disk is damaged"):
         store.gather(torch.tensor([0, 1]))
+
+
+def test_an_index_says_where_the_rows_lie(tmp_path: Path) -> None:
+    """The table of placements, with the device "meta" in the place of an accelerator: there only shapes are known."""
+    values = torch.arange(96.0).view(24, 4)
+    store = stored(tmp_path, values, 0)
+    mask = torch.arange(24) % 5 == 0
+    same: list[Any] = [
+        3,
+        -1,
+        torch.tensor(7),
+        slice(2, 9),
+        slice(None, None, 5),
+        [1, 1, 0],
+        mask,
+        torch.tensor([[4], [-2]]),
+        [],
+    ]
+    for idx in same:
+        assert torch.equal(store[idx], values[idx]), idx
+    numbers = stored(tmp_path, torch.tensor([[5.0], [5.0], [23.0]]), 0)
+    assert torch.equal(store[numbers], values[[5, 5, 23]])
+    store.device = torch.device("meta")
+    placed: list[tuple[Any, int | None, str]] = [
+        (torch.tensor([1, 2], device="meta"), 2, "meta"),
+        (torch.tensor(2, device="meta"), None, "meta"),
+        (torch.tensor(2), None, "meta"),
+        (2, None, "meta"),
+        (slice(3), 3, "meta"),
+        (numbers, 3, "meta"),
+        (torch.tensor([1, 2]), 2, "cpu"),
+        ([1, 2], 2, "cpu"),
+        (mask, 5, "cpu"),
+    ]
+    for idx, num, device in placed:
+        found = store[idx]
+        assert (found.device.type, found.shape) == (device, (4,) if num is None else (num, 4)), idx
+    for idx, told in (
+        (torch.ones(3, dtype=torch.bool), "a mask of shape"),
+        ([0.5], "whole numbers"),
+        (24, "row 24 of 24"),
+    ):
+        with pytest.raises(IndexError, match=told):
+            store[idx]

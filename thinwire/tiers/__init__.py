@@ -2,7 +2,9 @@
 
 from thinwire.tiers.chunked import ChunkedFile
 from thinwire.tiers.coding import PLAIN, Coding
+from thinwire.tiers.disk_rows import DiskRows
 from thinwire.tiers.file import DiskFile, Pace, TierMeter, TierReading
+from thinwire.tiers.mapped_rows import MappedRows
 from thinwire.tiers.mount import check_folder
 from thinwire.tiers.pool import BLOCK_BYTES, Pool
 from thinwire.tiers.rows import RowStore
@@ -13,6 +15,8 @@ __all__ = [
     "PLAIN",
     "Coding",
     "DiskFile",
+    "DiskRows",
+    "MappedRows",
     "Pace",
     "ChunkedFile",
     "Pool",

@@ -1,93 +1,99 @@
-"""Rows of a matrix on a disk, of which only those that are asked for are read."""
+"""Rows of a matrix that does not lie in this process's memory, of which only those that are asked for are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
-from thinwire.tiers.file import DiskFile
-from thinwire.tiers.pool import BLOCK_BYTES, aligned, pages
 
-# Bytes that are read at once; two such parts are in memory.
-STAGING_BYTES = 1 << 20
+# What is looked at a time for a checksum.
+PART_BYTES = 1 << 20
 # Any odd number, so that words in another place give another sum.
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-class RowStore:
-    """A matrix [num_rows, width] in a file, from byte `place` on. Each row has a checksum in memory.
+class RowStore(ABC):
+    """A matrix [num_rows, width] of which single rows are read. Each row has a checksum.
 
-    Rows are read in runs of whole blocks: those whose blocks touch are read together. While one run is copied, the next
-    one is read.
+    `rows[idx]` has the shape that `matrix[idx]` would have. An index with dimensions says where the result lies: on its
+    device. A number, a slice, a tensor without dimensions on the CPU, and a store of numbers don't: the result lies on
+    `device`, which computes.
+
+    Args:
+        device: where results lie for which no index says it.
 
     Source: PyTorch-Direct (Min et al., VLDB 2021), whose rows lie in a host's memory.
     """
 
-    def __init__(self, file: DiskFile, place: int, num_rows: int, width: int, dtype: torch.dtype) -> None:
-        self.file, self.place, self.num_rows, self.width, self.dtype = file, place, num_rows, width, dtype
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.num_rows, self.width, self.dtype, self.device = num_rows, width, dtype, torch.device(device)
         self.row_bytes = width * dtype.itemsize
-        self._sums = torch.zeros(num_rows, dtype=torch.int64)
-        self._staging = [pages(max(STAGING_BYTES, aligned(self.row_bytes) + BLOCK_BYTES)) for _ in range(2)]
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-rows")
 
-    def note(self, values: Tensor) -> None:
-        """Take the checksums of all rows from the values that were written, [num_rows, width]."""
-        self._sums = sums_of(values)
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What an error calls the store."""
+
+    @abstractmethod
+    def _fetch(self, wanted: Tensor) -> Tensor:
+        """Copies of rows, [n, width] on the CPU. wanted: int64 [n], ascending, no number twice."""
+
+    @abstractmethod
+    def _sums(self, wanted: Tensor) -> Tensor:
+        """The checksums that these rows must have, int64 [n]."""
+
+    def __getitem__(self, idx: int | slice | Sequence[int] | Tensor | RowStore) -> Tensor:
+        """The rows that `matrix[idx]` would have, on the device that the class names. Raises as `gather` does."""
+        if isinstance(idx, RowStore):
+            numbers = idx[:].to("cpu", torch.int64)
+            return self._gathered(numbers.squeeze(-1), self.device)
+        if isinstance(idx, slice):
+            return self._gathered(torch.arange(self.num_rows)[idx], self.device)
+        idx = torch.as_tensor(idx)
+        if idx.dtype == torch.bool:
+            if idx.shape != (self.num_rows,):
+                raise IndexError(f"{self.name}: a mask of shape {list(idx.shape)} for {self.num_rows} rows")
+            idx = idx.nonzero().view(-1)
+        if idx.is_floating_point():
+            if idx.numel():
+                raise IndexError(f"{self.name}: rows have whole numbers, and an index is {idx.dtype}")
+            idx = idx.long()
+        return self.gather(torch.where(idx < 0, idx + self.num_rows, idx))
 
     def gather(self, idx: Tensor, out: Tensor | None = None) -> Tensor:
-        """The rows of these numbers, [*idx.shape, width], on the device of `idx`; each row is read once.
+        """The rows of these numbers, [*idx.shape, width]; each row is read once.
 
-        out: the tensor to fill. Raises IndexError for a number out of range, ThinwireError for a row that is not what
-        was written.
+        Args:
+            idx: whole numbers from 0 on, of any shape. On the device "meta" they stand for any numbers, and so do the
+                rows.
+            out: the tensor to fill; by default a new one, where the class says.
+
+        Raises IndexError for a number out of range, ThinwireError for rows that are not what was written.
         """
-        wanted, inverse = idx.reshape(-1).cpu().unique(return_inverse=True)
+        place = idx.device if idx.dim() or idx.device.type != "cpu" else self.device
+        if idx.is_meta:
+            found = torch.empty(*idx.shape, self.width, dtype=self.dtype, device=place)
+        else:
+            found = self._gathered(idx.cpu(), place)
+        return found if out is None else out.copy_(found)
+
+    def _gathered(self, idx: Tensor, place: torch.device) -> Tensor:
+        wanted, inverse = idx.reshape(-1).unique(return_inverse=True)
         if wanted.numel() and not (wanted[0] >= 0 and wanted[-1] < self.num_rows):
-            raise IndexError(f"row {int(wanted[0 if wanted[0] < 0 else -1])} of {self.num_rows}")
-        found = torch.empty(len(wanted), self.width, dtype=self.dtype)
-        reads = list(self._runs(wanted))
-        coming = self._reader.submit(self._read, wanted, reads[0], 0) if reads else None
-        for number, (first, end) in enumerate(reads):
-            assert coming is not None
-            rows = coming.result()
-            if number + 1 < len(reads):
-                coming = self._reader.submit(self._read, wanted, reads[number + 1], (number + 1) % 2)
-            torch.index_select(rows, 0, wanted[first:end] - wanted[first], out=found[first:end])
-        if not torch.equal(sums_of(found), self._sums[wanted]):
-            raise ThinwireError(f"store {self.file.folder}: rows are not what was written: the disk is damaged")
-        result = found[inverse].view(*idx.shape, self.width).to(idx.device)
-        return result if out is None else out.copy_(result)
-
-    def close(self) -> None:
-        """Stop reading."""
-        self._reader.shutdown()
-
-    def _runs(self, wanted: Tensor) -> Iterator[tuple[int, int]]:
-        """Yield [first, end) of the sorted numbers whose rows are read together."""
-        starts = self.place + wanted * self.row_bytes
-        ends = starts + self.row_bytes
-        touching = starts[1:] // BLOCK_BYTES <= (ends[:-1] - 1) // BLOCK_BYTES + 1
-        cuts = [0, *((~touching).nonzero().view(-1) + 1).tolist(), len(wanted)]
-        most = len(self._staging[0]) - 2 * BLOCK_BYTES
-        for first, end in pairwise(cuts if len(wanted) else []):
-            while first < end:
-                last = int(torch.searchsorted(ends[first:end], starts[first] + most, right=True))
-                yield first, first + max(1, last)
-                first += max(1, last)
-
-    def _read(self, wanted: Tensor, run: tuple[int, int], turn: int) -> Tensor:
-        """The rows from the first of a run to its last, [n, width], in the staging memory of this turn."""
-        first, last = int(wanted[run[0]]), int(wanted[run[1] - 1])
-        start = self.place + first * self.row_bytes
-        begin = start // BLOCK_BYTES * BLOCK_BYTES
-        num_bytes = (last + 1 - first) * self.row_bytes
-        memory = self._staging[turn][: aligned(start + num_bytes - begin)]
-        self.file.read(begin, memory)
-        return memory[start - begin : start - begin + num_bytes].view(self.dtype).view(-1, self.width)
+            raise IndexError(f"{self.name}: row {int(wanted[0 if wanted[0] < 0 else -1])} of {self.num_rows}")
+        found = self._fetch(wanted)
+        wrong = wanted[sums_of(found) != self._sums(wanted)]
+        if wrong.numel():
+            listed = ", ".join(map(str, wrong[:3].tolist())) + (" and more" if len(wrong) > 3 else "")
+            raise ThinwireError(f"{self.name}: row {listed} not what was written: the disk is damaged")
+        return found[inverse].view(*idx.shape, self.width).to(place)
 
 
 def sums_of(rows: Tensor) -> Tensor:
@@ -96,7 +102,7 @@ def sums_of(rows: Tensor) -> Tensor:
     words = rows.contiguous().view(torch.uint8)
     words = words.view(torch.int32) if words.shape[1] % 4 == 0 else words
     factors = torch.arange(1, 2 * words.shape[1], 2) * FACTOR
-    step = max(1, STAGING_BYTES // (8 * words.shape[1]))
+    step = max(1, PART_BYTES // (8 * words.shape[1]))
     for first in range(0, len(rows), step):
         found[first : first + step] = (words[first : first + step] * factors).sum(1)
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.hosts.sharded.bucket import FlatBucket, Slot
 from thinwire.layout.buckets import BucketLayout
 from thinwire.methods.memory.placement import SMALL_NUMEL
-from thinwire.tiers import ChunkedFile, DiskFile, Pace, RowStore, TierMeter
+from thinwire.tiers import ChunkedFile, DiskFile, DiskRows, Pace, TierMeter
 from thinwire.tiers.pool import aligned
 
 
@@ -33,7 +33,7 @@ class Spot:
     reading: Future[None] | None = None
     writing: Future[None] | None = None
     sums: list[int] = field(default_factory=list)
-    rows: dict[str, RowStore] = field(default_factory=dict)
+    rows: dict[str, DiskRows] = field(default_factory=dict)
 
     def finish(self) -> None:
         """Wait until no read or write of the bucket is running."""
@@ -156,7 +156,7 @@ class Replicas:
         """Let `rows` read single rows of this matrix."""
         spot, (num_rows, width), itemsize = self.spots[slot.bucket], slot.span.shape, slot.bucket.layout.dtype.itemsize
         place = spot.place + slot.span.start * itemsize
-        store = RowStore(self.file, place, num_rows, width, slot.bucket.layout.dtype)
+        store = DiskRows(self.file, place, num_rows, width, slot.bucket.layout.dtype)
         with self.held(slot.bucket):
             spot.rows[slot.name] = store
 

@@ -16,8 +16,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.adapters": ("attach",),
     "thinwire.calibration": ("calibrate", "measure_links"),
     "thinwire.codecs": (
-        "Cast", "Codec", "CountSketch", "GaussianSketch", "Hadamard", "Identity", "Integer", "Natural", "RandomK",
-        "Sign", "Threshold", "TopK", "Twice", "Zstd",
+        "Cast", "Codec", "CountSketch", "GaussianSketch", "Hadamard", "Identity", "Integer", "Natural", "NonzeroRows",
+        "RandomK", "Sign", "Threshold", "TopK", "Twice", "Zstd",
     ),
     "thinwire.collectives": (
         "Communicator", "ElasticPeers", "Peers", "Topology", "WorldPeers", "faults", "host_meeting",

@@ -10,6 +10,7 @@ from thinwire.codecs import (
     Identity as Identity,
     Integer as Integer,
     Natural as Natural,
+    NonzeroRows as NonzeroRows,
     RandomK as RandomK,
     Sign as Sign,
     Threshold as Threshold,

@@ -45,6 +45,7 @@ OTHERS: dict[str, list[Any]] = {
     "coded": [Sign(32, "l2"), Hadamard(Natural(8))],
     "block_size": [2, 64],
     "level": [1, 19],
+    "width": [128, 384],
 }
 
 
@@ -129,7 +130,7 @@ def test_texts(text: str, codec: Codec) -> None:
         ("threshold1%:sride8", "did you mean 'stride32'"),
         ("randomk40%", "randomk 40%: must be 1 of a whole number .* nearest is 50%"),
         ("hadamard32", "'hadamard32' must follow another codec; did you mean 'int4.hadamard32'"),
-        ("int4+int4", "'int4' can't follow a '.'; choose one of hadamard32, twice, zstd1"),
+        ("int4+int4", "'int4' can't follow a '.'; choose one of hadamard32, rows128, twice, zstd1"),
         ("int4+hadmard", "did you mean 'hadamard32'"),
         ("int4/100+hadamard32", "integer group 100 is no multiple of the hadamard block_size 32; nearest is 96"),
         ("int4+zstd33", "zstd level 33: must be 1 to 19"),

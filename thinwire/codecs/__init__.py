@@ -14,6 +14,7 @@ from thinwire.codecs.integer import Integer
 from thinwire.codecs.natural import Natural
 from thinwire.codecs.random import derive_seed, paired_seed
 from thinwire.codecs.random_k import RandomK
+from thinwire.codecs.rows import NonzeroRows
 from thinwire.codecs.sign import Sign
 from thinwire.codecs.threshold import Threshold
 from thinwire.codecs.topk import TopK
@@ -30,6 +31,7 @@ __all__ = [
     "Integer",
     "Natural",
     "RandomK",
+    "NonzeroRows",
     "Sign",
     "Threshold",
     "TopK",

@@ -75,6 +75,14 @@ class Codec(ABC):
     def packet_bytes(self, num_elements: int) -> int:
         """Size in bytes of the packet of `num_elements` elements, known before encoding; 0 of them leave a header."""
 
+    def places(self, num_elements: int) -> Sequence[tuple[int, int]] | None:
+        """Where the bytes of blocks lie in a packet of `num_elements`: its parts, as (first byte, bytes of a block).
+
+        In each part the blocks stand one behind another, and zeros have the same bytes whatever the seed. None: blocks
+        share bytes.
+        """
+        return None
+
     @property
     def has_variable_length(self) -> bool:
         """Whether `length` depends on the values; `packet_bytes` is then the most it can be."""

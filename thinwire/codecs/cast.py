@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,9 @@ class Cast(Codec):
 
     def packet_bytes(self, num_elements: int) -> int:
         return -(-num_elements // 2) * 4
+
+    def places(self, num_elements: int) -> Sequence[tuple[int, int]]:
+        return [(0, 2)]
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         num = x.numel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 
 from thinwire.codecs import checks
@@ -40,6 +41,10 @@ class Grouped(Fused):
     @property
     def bits_per_element(self) -> float:
         return (32 - self.groups.shift + 8 * group_bytes(self.group, self.code_bits)) / self.group
+
+    def places(self, num_elements: int) -> Sequence[tuple[int, int]]:
+        scales, _, _ = self.groups.sections(num_elements)
+        return [(0, (32 - self.groups.shift) // 8), (scales, group_bytes(self.group, self.code_bits))]
 
     def packet_bytes(self, num_elements: int) -> int:
         return self.groups.sections(num_elements)[2]

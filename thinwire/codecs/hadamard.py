@@ -75,6 +75,10 @@ class Hadamard(Codec):
     def packet_bytes(self, num_elements: int) -> int:
         return self.inner.packet_bytes(self._padded(num_elements))
 
+    def places(self, num_elements: int) -> Sequence[tuple[int, int]] | None:
+        inner = self.inner.places(self._padded(num_elements))
+        return inner and [(start, size * (self.block // self.inner.block)) for start, size in inner]
+
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         if isinstance(self.inner, Integer):
             return self.inner.encode_rotated(x, rotation=self.block_size, seed=seed, counter=counter, out=out)

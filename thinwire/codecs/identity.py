@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,9 @@ class Identity(Codec):
 
     def packet_bytes(self, num_elements: int) -> int:
         return 4 * num_elements
+
+    def places(self, num_elements: int) -> Sequence[tuple[int, int]]:
+        return [(0, 4)]
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         if out is None:

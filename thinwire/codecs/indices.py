@@ -38,7 +38,7 @@ class IndexLayout(NamedTuple):
     num_bytes: int
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def layout(size: int, count: int) -> IndexLayout:
     """The Elias-Fano layout with the number of low bits that takes the fewest bits."""
 

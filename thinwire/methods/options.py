@@ -6,6 +6,7 @@ An option that chooses what travels is the text of a codec. A CodecRule states t
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -100,7 +101,7 @@ _read = functools.cache(grammar.read)
 def _variants(text: str) -> Iterator[Codec]:
     """The codec with its options of rounding changed, and without entropy coding."""
     first, plus, around = text.replace(":stochastic", "").partition("+")
-    for ending in dict.fromkeys((plus + around, (plus + around).replace("+zstd", ""))):
+    for ending in dict.fromkeys((plus + around, re.sub(r"\+(zstd|rows)\d*", "", plus + around))):
         for word in (":nearest", ":biased"):
             for changed in (first.replace(word, ""), first + word):
                 try:

@@ -391,7 +391,9 @@ def build_units(
 ) -> list[GatheredUnit]:
     """FSDP2's parameter groups, with a codec for each parameter: vector() up to one dimension, matrix() above."""
     if any(codec.has_variable_length for wire in (method.matrix(), method.vector()) for codec in wire.codecs):
-        raise ConfigError(f"entropy coding of {method.name}: FSDP2's buffers are of fixed length; leave out '+zstd'")
+        raise ConfigError(
+            f"packets of {method.name} that vary in length: FSDP2's buffers do not; leave out '+zstd' and '+rows'"
+        )
     named = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     units: list[GatheredUnit] = []
     for index, group in enumerate(groups):

@@ -9,6 +9,7 @@ operation have arrived.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import lcm
 
 import torch
@@ -117,7 +118,8 @@ def _hop_intra(
     total = link.scratch("intra_sum", num_nodes, num_elements, dtype=torch.float32, device=device)
     grid = link.topology
     buffers = {peer: receives[grid.local_rank(peer)].view(-1) for peer in link.local_peers()}
-    round_ = link.exchange(operation, "intra", buffers)
+    length = partial(_used, codec, num_nodes) if codec.has_variable_length else Tensor.numel
+    round_ = link.exchange(operation, "intra", buffers, length)
 
     def pack() -> None:
         places = [(y, i) for i in range(local_size) for y in range(num_nodes)]
@@ -128,6 +130,8 @@ def _hop_intra(
         else:
             pieces = [(HOP_INTRA, grid.rank(y, i)) for y, i in places]
             _encode_each(codec, lost, xs, pieces, seed, numbers, outs)
+        for peer in buffers if codec.has_variable_length else ():
+            _close_up(codec, sends[grid.local_rank(peer)])
 
     yield from link.work("encode_s", operation, pack)
     for peer in buffers:
@@ -135,10 +139,46 @@ def _hop_intra(
     yield from round_.finish()
 
     def add_up() -> list[RotatedSum]:
-        arrived = [sends[i] if i == link.local_rank else receives[i] for i in range(local_size)]
+        arrived = [sends[i].unbind() if i == link.local_rank else _apart(codec, receives[i]) for i in range(local_size)]
         return [RotatedSum.of(codec, [packets[y] for packets in arrived], total[y]) for y in range(num_nodes)]
 
     return (yield from link.work("decode_s", operation, add_up))
+
+
+def _close_up(codec: Codec, packets: Tensor) -> None:
+    """Move packets of variable length, uint8 [num, bytes], one behind another, each from a whole word on."""
+    message, at = packets.view(-1), 0
+    for packet in packets:
+        length = codec.length(packet)
+        message[at : at + length] = packet[:length].clone()
+        at += _words(length)
+
+
+def _ends(codec: Codec, num: int, message: Tensor) -> list[tuple[int, int]]:
+    """Where each of `num` packets begins and ends in a message that `_close_up` made."""
+    found, at, most = [], 0, message.numel() // num
+    for _ in range(num):
+        end = at + codec.length(message[at : at + most])
+        found.append((at, end))
+        at = _words(end)
+    return found
+
+
+def _used(codec: Codec, num: int, message: Tensor) -> int:
+    """Bytes of a message that travel."""
+    return _ends(codec, num, message)[-1][1]
+
+
+def _apart(codec: Codec, packets: Tensor) -> Sequence[Tensor]:
+    """The packets in the message that fills [num, bytes]."""
+    if not codec.has_variable_length:
+        return packets.unbind()
+    message = packets.view(-1)
+    return [message[start:end] for start, end in _ends(codec, len(packets), message)]
+
+
+def _words(num_bytes: int) -> int:
+    return -(-num_bytes // 4) * 4
 
 
 def _hop_inter(

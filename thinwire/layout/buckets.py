@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from thinwire.codecs import NonzeroRows
 from thinwire.collectives.gather import gather_bytes
 from thinwire.collectives.reduce import reduce_bytes
 from thinwire.layout.formats import LevelFormat, Strategy, WireFormat
@@ -83,6 +84,23 @@ class BucketLayout(Layout):
         """Name in the meter of the updated weights on their way from the masters."""
         return "weights" if self.module is None else "refresh"
 
+    def gradients_by_rows(self, num_rows: int) -> dict[str, int]:
+        """Bytes of gradients that a rank sends on each level, if a table's has so many rows on every rank.
+
+        The rows lie evenly on the ranks that own them; no two ranks of a node have the same.
+        """
+        (span,), grid, n = self.spans, self.levels.topology, self.shard_numel
+        num_nodes, found = grid.num_nodes, dict[str, int]()
+        packets = {"intra": (grid.local_size - 1) * num_nodes, "inter": num_nodes - 1}
+        here = {"intra": num_rows, "inter": min(span.shape[0], num_rows * grid.local_size)}
+        for level, codec in (("intra", self.wire.intra), ("inter", self.wire.inter)):
+            packet = codec.packet_bytes(n)
+            if isinstance(codec, NonzeroRows):
+                of_row = -(-span.shape[1] // codec.width) + (span.shape[1] % codec.width > 0)
+                packet = codec.bytes_of(n, -(-here[level] * of_row // grid.world_size))
+            found[level] = packets[level] * packet
+        return found
+
     def sent(self, num_gathers: int, micro_batches: int) -> Iterator[tuple[str, str, int]]:
         """Yield (operation, level, payload bytes) of everything that a rank sends in a step."""
         levels, wire, grid = self.levels, self.wire, self.levels.topology
@@ -130,6 +148,7 @@ def lay_out(
     groups: Sequence[Levels],
     place: Callable[[str], tuple[int, str | None]],
     bucket_numel: int | None = None,
+    tables: Mapping[str, int] | None = None,
 ) -> tuple[Unit, ...]:
     """Lay out parameters in the given order. One layout has one wire format, dtype, group and module.
 
@@ -140,6 +159,8 @@ def lay_out(
         place: name -> (index in `groups` of the parameter's levels, its module or None).
         bucket_numel: approximate size of the buckets for parameters that belong to no module. A larger parameter gets a
             bucket of its own.
+        tables: elements of a row, of parameters whose gradients travel by rows; see WireFormat.by_rows. Each is a
+            bucket of its own; the randomness of no parameter depends on it.
     """
     formats = {True: method.vector(), False: method.matrix()}
     latest: dict[tuple, int] = {}
@@ -148,12 +169,16 @@ def lay_out(
     for name, tensor in trained:
         is_vector = tensor.dim() < 2
         wire, (group, module) = formats[is_vector], place(name)
-        key = (module, is_vector, tensor.dtype, group)
+        key, world_size = (module, is_vector, tensor.dtype, group), groups[group].topology.world_size
+        counted = _round_up(tensor.numel(), wire.block)
+        if (width := (tables or {}).get(name, 0)) and world_size > 1:
+            wire = wire.by_rows(width, tensor.numel() // (MIN_BLOCKS_PER_SHARD * world_size))
         length = _round_up(tensor.numel(), wire.block)
-        unit = wire.block * groups[group].topology.world_size
+        unit = wire.block * world_size
         limit = max(bucket_numel or DEFAULT_BUCKET_NUMEL, unit if bucket_numel else MIN_BLOCKS_PER_SHARD * unit)
         layout = layouts[latest[key]] if key in latest else None
-        if layout is None or (module is None and layout.numel + length > limit):
+        is_apart = wire.has_rows or (layout is not None and layout.wire.has_rows)
+        if layout is None or is_apart or (module is None and layout.numel + length > limit):
             stream = list(counters).index(key) if key in counters else len(counters)
             layout = BucketLayout(
                 wire=wire, levels=groups[group], dtype=tensor.dtype, stream=stream,
@@ -163,7 +188,7 @@ def lay_out(
             layouts.append(layout)
         span = Span(name, tensor.shape, layout.width, length)
         layouts[latest[key]] = replace(layout, spans=(*layout.spans, span), width=layout.width + length)
-        counters[key] = counters.get(key, 0) + length
+        counters[key] = counters.get(key, 0) + counted
     units: dict[object, list[BucketLayout]] = {}
     for number, layout in enumerate(layouts):
         whole = _round_up(layout.numel, layout.wire.block * layout.levels.topology.world_size)

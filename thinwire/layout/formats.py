@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Protocol
 
 import torch
 
-from thinwire.codecs import Codec, backends
+from thinwire.codecs import Codec, NonzeroRows, backends
+from thinwire.codecs.rows import around
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.zeros import describe_zeros
@@ -27,6 +28,7 @@ class WireFormat:
         intra, inter: codecs of the gradient's hop inside a node and between nodes.
         feedback: add what these codecs lose to the next gradient.
         fresh: above 0: send differences from estimates between nodes, see Estimates.
+        aligned: parameters and slices start at multiples of this many elements.
 
     Raises ConfigError for a combination that can't work.
     """
@@ -37,6 +39,8 @@ class WireFormat:
     inter: Codec
     feedback: bool = False
     fresh: float = 0.0
+    # 4 make whole 8-byte words of every codec's codes.
+    aligned: int = 4
 
     def __post_init__(self) -> None:
         for codec in (self.intra, self.inter):
@@ -55,11 +59,24 @@ class WireFormat:
 
     @property
     def block(self) -> int:
-        """Parameters and slices start at multiples of this many elements.
+        """Parameters and slices start at multiples of this many elements."""
+        return lcm(self.aligned, self.weights.block, self.intra.block, self.inter.block)
 
-        4 at least, which makes whole 8-byte words.
+    @property
+    def has_rows(self) -> bool:
+        """Whether gradients travel without their rows of zeros."""
+        return isinstance(self.intra, NonzeroRows) or isinstance(self.inter, NonzeroRows)
+
+    def by_rows(self, width: int, most: int) -> WireFormat:
+        """The same for a table with rows of `width` elements, whose gradients travel without rows of zeros.
+
+        Slices begin where rows do, unless they would be multiples of more than `most` elements.
         """
-        return lcm(4, self.weights.block, self.intra.block, self.inter.block)
+        rows = lcm(self.block, width)
+        aligned = rows if rows <= most else self.block
+        intra, inter = (around(codec, width, aligned) for codec in (self.intra, self.inter))
+        made = replace(self, aligned=aligned, intra=intra, inter=inter)
+        return made if made.has_rows else self
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

@@ -1,8 +1,19 @@
-"""Finds a model's layers by structure, not by class name."""
+"""Finds a model's layers and tables by structure, not by name."""
 
 from __future__ import annotations
 
 from torch import nn
+
+
+def looked_up(model: nn.Module) -> set[str]:
+    """The names of the weights that only embeddings use, which take single rows of them."""
+    uses = [
+        (f"{path}.{name}".removeprefix("."), param, module)
+        for path, module in model.named_modules()
+        for name, param in module.named_parameters(recurse=False)
+    ]
+    elsewhere = {id(param) for _, param, module in uses if not isinstance(module, nn.Embedding)}
+    return {name for name, param, _ in uses if id(param) not in elsewhere}
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -12,6 +12,7 @@ from thinwire.collectives import Topology
 from thinwire.collectives.communicator import NUM_SLOTS
 from thinwire.cost import Drawing, Message, StepGraph, Work
 from thinwire.cost.graph import CARRY, ROUND
+from thinwire.layout.layers import looked_up
 
 # When an exchange begins: at the start, for the forward of its unit; after the unit's backward, in the last
 # micro-batch; before the unit's backward; when all that went before has ended.
@@ -68,11 +69,8 @@ def plain(sent: Mapping[tuple[str, str], int], when: str, to: str = ALL, unit: i
 
 def shares_of(model: nn.Module, units: Sequence[Iterable[str]]) -> tuple[float, ...]:
     """Each unit's share of computing: its elements, without tables that are only looked up."""
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    uses = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
-    used = {id(param) for module in uses for param in module.parameters(recurse=False)}
-    looked_up = {id(table.weight) for table in tables} - used
-    numels = {name: 0 if id(param) in looked_up else param.numel() for name, param in model.named_parameters()}
+    tables = looked_up(model)
+    numels = {name: 0 if name in tables else param.numel() for name, param in model.named_parameters()}
     work = [float(sum(numels.get(name, 0) for name in names)) for names in units]
     total = sum(work)
     return tuple(each / total for each in work) if total else (1.0 / max(1, len(work)),) * len(work)

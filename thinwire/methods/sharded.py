@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from thinwire.codecs import Cast, Codec, Identity
+from thinwire.codecs import Cast, Codec, Identity, NonzeroRows
 from thinwire.collectives import Topology
 from thinwire.cost import Work
 from thinwire.layout.buckets import BucketLayout, Unit, lay_out, sent_by
@@ -101,7 +101,12 @@ class ShardedMethod(Method, ABC):
         bucket_numel: int | None,
     ) -> tuple[Unit, ...]:
         """The layout of the parameters `trained`; see `layout.buckets.lay_out`."""
-        return lay_out(trained.items(), self, groups, lambda name: (group_of(name), None), bucket_numel)
+        tables = self.tables(model, trained)
+        return lay_out(trained.items(), self, groups, lambda name: (group_of(name), None), bucket_numel, tables)
+
+    def tables(self, model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, int]:
+        """Elements of a row, of the parameters whose gradients travel by rows; by default none does."""
+        return {}
 
     def describe(self, levels: Levels, units: Sequence[Unit]) -> list[Row]:
         """Rows of (asked for, in effect, why), for a group of more than one rank."""
@@ -177,6 +182,8 @@ def exchanges_of(layout: BucketLayout, unit: int, num_gathers: int, micro_batche
                 # What a rank keeps of its own goes the same way.
                 packed = num * (others + 1) / others
                 codec = sums.get(level, wire.intra)
+                # Most of the work on a packet without some rows is that of the whole one.
+                codec = codec.coded if isinstance(codec, NonzeroRows) else codec
                 hops.append(
                     Hop(level, num, packs=Work(f"encode {codec}", packed), unpacks=Work(f"decode {codec}", packed))
                 )

@@ -33,6 +33,7 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel, Shape, facts
 from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
 from thinwire.methods.sums import planned_with
+from thinwire.methods.tables import by_tokens
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.seam import mixture_of
@@ -192,6 +193,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         notes.insert(0, ("--strategy all", f"{' and '.join(SEARCHED)} are tried", why))
     kept, rows = activations_on(laid)
     notes = [*notes_on(config, names, kept is not None), *notes, *rows, *notes_on_methods(methods)]
+    notes += notes_on_tables(methods, plans, laid)
     notes += resident.rows if resident else ()
     return Explained(
         laid.total, Topology(config.nodes, config.local_size), config.passes, plans, *rates,
@@ -516,7 +518,7 @@ def plan_on(
         return expert_plan(strategy, whole, config, shape)
     grid, num_replicas = Topology(config.nodes, config.local_size), shape.sizes["data"]
     if shape.tensor * shape.pipeline == 1:
-        plan = strategy.plan(model, grid, config.passes)
+        plan, _ = by_tokens(strategy.plan(model, grid, config.passes), strategy, model, grid, tokens_of(config))
         is_adamw = name_of(config.optimizer) == ADAMW
         return plan if is_adamw else by_optimizer(plan, strategy, model, config.optimizer, grid)
     if isinstance(strategy, IslandsMethod):
@@ -528,6 +530,11 @@ def plan_on(
     word = strategy.plan(whole, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
     words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
     return replace(plan, sent={**plan.sent, **words})
+
+
+def tokens_of(config: ExplainConfig) -> int:
+    """Tokens of a rank's step."""
+    return config.passes * config.micro_batch * config.seq_len
 
 
 def why_not_by(strategy: Method, optimizer: str) -> str:
@@ -575,6 +582,16 @@ def notes_on_methods(methods: Mapping[str, Method]) -> Iterator[Row]:
     for name, method in methods.items():
         if method.num_passes > 1:
             yield f"computing of {name}", f"{method.num_passes} times that of others", MORE_PASSES
+
+
+def notes_on_tables(methods: Mapping[str, Method], plans: Mapping[str, MethodPlan], laid: LaidOut) -> Iterator[Row]:
+    """Rows about embeddings whose gradients travel by rows, where the plans count them so."""
+    if laid.shape.expert * laid.shape.tensor * laid.shape.pipeline > 1:
+        return
+    grid = Topology(laid.config.nodes, laid.config.local_size)
+    for name, method in methods.items():
+        for asked, effect, why in by_tokens(plans[name], method, laid.model, grid, tokens_of(laid.config))[1]:
+            yield f"{name}: {asked}", effect, why
 
 
 def notes_on_ranks(laid: LaidOut, rate: float | None) -> Iterator[Row]:

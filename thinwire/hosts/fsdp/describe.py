@@ -31,8 +31,15 @@ def rows_of(compressed: CompressedFSDP) -> list[Row]:
         _secondary(compressed),
         _memory(compressed),
         *_overlap(compressed),
+        *_tables(compressed),
     ]
     return [*rows, _watch(compressed), sent_row(compressed.bytes_per_step, compressed.uncompressed_bytes_per_step)]
+
+
+def _tables(compressed: CompressedFSDP) -> list[Row]:
+    """A row about an option of `RowsMethod` that was asked for."""
+    is_asked = getattr(compressed.method, "embedding_rows", "off") == "on"
+    return [("embedding_rows on", "no effect", "FSDP2's buffers have one length")] if is_asked else []
 
 
 def _mesh(compressed: CompressedFSDP) -> list[Row]:

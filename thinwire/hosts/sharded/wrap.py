@@ -212,7 +212,7 @@ def _same_start(
     device, comm = next(iter(named.values())).device, comms[0]
     kind = name_of(device)
     shapes = kind + repr([(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()])
-    shapes += repr((method.matrix(), method.vector(), str(method.gradient_memory([]))))
+    shapes += repr((method.matrix(), method.vector(), str(method.gradient_memory([])), method.tables(model, named)))
     if odd := odd_ranks(comm, digest([shapes.encode()])):
         raise ConfigError(
             f"rank {odd[0]} has other parameters, another strategy or another kind of device than rank "

@@ -10,11 +10,12 @@ from thinwire.errors import ConfigError
 from thinwire.layout.formats import WireFormat
 from thinwire.methods.loco import LoCoOptions
 from thinwire.methods.options import check_types, codec_of
-from thinwire.methods.sharded import ShardedMethod, as_differences
+from thinwire.methods.sharded import as_differences
+from thinwire.methods.tables import RowsMethod
 
 
 @dataclass(frozen=True)
-class SDP4Bit(LoCoOptions, ShardedMethod):
+class SDP4Bit(LoCoOptions, RowsMethod):
     """Weight differences at 4 bits, gradients at 8 bits inside a node and 4 bits between nodes, Hadamard-rotated.
 
     Gradients in groups of 64 with bf16 scales take the bits of the paper's groups of 128 with fp32 scales, and lose

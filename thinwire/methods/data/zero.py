@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from thinwire.codecs import Cast, Identity
 from thinwire.layout.formats import WireFormat
-from thinwire.methods.sharded import ShardedMethod
+from thinwire.methods.tables import RowsMethod
 
 
 @dataclass(frozen=True)
-class Zero(ShardedMethod):
+class Zero(RowsMethod):
     """Sharded optimizer with fp32 both ways: the exact reference; 8 (P-1)/P bytes per parameter and step."""
 
     name: ClassVar[str] = "zero"
@@ -23,7 +23,7 @@ class Zero(ShardedMethod):
 
 
 @dataclass(frozen=True)
-class ZeroBF16(ShardedMethod):
+class ZeroBF16(RowsMethod):
     """Weights and gradients travel as bf16, masters and sums stay fp32; 4 (P-1)/P bytes per parameter and step."""
 
     name: ClassVar[str] = "zero-bf16"

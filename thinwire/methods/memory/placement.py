@@ -9,6 +9,7 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
+from thinwire.layout.layers import looked_up
 from thinwire.methods.memory.floor import NUM_STATES, Floor, KeptBytes, mean_bytes, units_of
 from thinwire.methods.memory.residency import FP32_BYTES, OFFLOAD, Residency
 from thinwire.methods.sharded import ShardedMethod
@@ -83,14 +84,6 @@ def placed(
         written = whole + plan.optimizer // NUM_STATES if residency.durable else whole - staying
         disk, held = residency.disk_bytes(plan.optimizer), min(floor.parts["optimizer"] + staying, plan.optimizer)
         yield MemoryPart("masters and optimizer state", held, disk, whole - staying, written)
-
-
-def looked_up(model: nn.Module) -> set[str]:
-    """The names of the weights that only embeddings use."""
-    uses = [(f"{path}.{name}", param, module) for path, module in model.named_modules() for name, param in
-            module.named_parameters(recurse=False)]  # fmt: skip
-    elsewhere = {id(param) for _, param, module in uses if not isinstance(module, nn.Embedding)}
-    return {name for name, param, _ in uses if id(param) not in elsewhere}
 
 
 def names_of(unit: Unit) -> set[str]:

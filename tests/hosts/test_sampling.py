@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from tests.workers import run_workers
+from thinwire._compat import default_store
+from thinwire.checkpoint import Disk, Keep, Saver, Source
 from thinwire.codecs.random import uniform
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.activations import kept_bytes
@@ -202,6 +204,100 @@ def test_norms_of_gradients_follow_their_sequences_to_other_ranks(tmp_path: Path
     torch.testing.assert_close(one[2].view(3, 12), expected)
     expected = before[[2, 0, 1]] + FLOOR * before[:3].mean()
     torch.testing.assert_close(other[2].view(3, 12), expected)
+
+
+ORDER = ([[0, 1, 2], [3, 4, 5]], [[5, 3, 6], [2, 0, 1]], [[4, 1, 0], [6, 2, 5]], [[0, 6, 1], [5, 4, 3]])
+
+
+class Epochs:
+    """One rank of a training in which sequences come again."""
+
+    def __init__(self, rank: int, world_size: int, store: Path | None) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.tokens = torch.randn(7, 12, 16)
+        self.rank, self.model = rank, Blocks()
+        residency = thinwire.Residency(
+            store=None if store is None else str(store), optimizer="memory", weights="memory", activations="sample:0.3"
+        )
+        adamw = torch.optim.AdamW(self.model.parameters())
+        self.wrapped, self.optimizer = thinwire.zero(
+            self.model, adamw, thinwire.Zero(), residency=residency, announce=False
+        )
+
+    def steps(self, numbers: Sequence[Sequence[Sequence[int]]]) -> list[Tensor]:
+        """The weights after these steps."""
+        for each in numbers:
+            own = torch.tensor(each[self.rank])
+            self.optimizer.note_sequences(own)
+            self.wrapped(self.tokens[own]).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return [param.detach().clone() for param in self.model.parameters()]
+
+    def known(self, numbers: Sequence[int]) -> dict[int, Tensor]:
+        """What is known of these sequences; without seeing them."""
+        self.optimizer.note_sequences(torch.tensor(numbers))
+        residence = self.optimizer._residence
+        assert residence is not None and residence.seen is not None and residence.seen._known is not None
+        return dict(zip(numbers, residence.seen._known.clone(), strict=True))
+
+
+def broken_off(rank: int, world_size: int, folder: Path, on_disk: bool) -> tuple[list[bool], dict[int, Tensor]]:
+    """Whether runs that go on are bit for bit as the one that was not broken off; what that one knows in the middle."""
+    store = folder / "store" if on_disk else None
+    whole = Epochs(rank, world_size, store)
+    whole.steps(ORDER[:2])
+    comm = whole.optimizer.comm
+
+    def gather(number: int) -> list[int]:
+        return [int(n) for n in comm.wait(comm.all_gather_exact(torch.tensor([number])))]
+
+    saver = Saver(folder, Disk.find(folder, rank, gather), default_store(), Keep(), 60.0)
+    saver.save(2, whole.optimizer.snapshot(), loss=None, about={})
+    saver.close()
+    assert not saver.problems()
+    held = whole.optimizer.state_dict()
+    expected, same = whole.steps(ORDER[2:]), []
+    for way in ("checkpoint", "state_dict", "nothing"):
+        again = Epochs(rank, world_size, store)
+        if way == "state_dict":
+            again.optimizer.load_state_dict(held)
+        else:
+            source = Source(folder / "step-00000002", rank)
+            if way == "nothing":
+                source.common.pop("norms")
+            again.optimizer.restore(source)
+        found = again.steps(ORDER[2:])
+        same.append(all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)))
+        again.optimizer.close()
+    whole.optimizer.close()
+    reader = Epochs(rank, world_size, store)
+    reader.optimizer.restore(Source(folder / "step-00000002", rank))
+    known = reader.known([[0, 1, 2, 3], [4, 5, 6, 0]][rank])
+    reader.optimizer.close()
+    return same, known
+
+
+def on_other_ranks(rank: int, world_size: int, folder: Path) -> tuple[dict[int, Tensor], list[Any]]:
+    run = Epochs(rank, world_size, None)
+    source = Source(folder / "step-00000002", rank)
+    run.optimizer.restore(source)
+    known = run.known([number % 7 for number in range(3 * rank, 3 * rank + 7)])
+    run.optimizer.close()
+    return known, source.report()
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_run_that_goes_on_draws_the_same_rows(tmp_path: Path, on_disk: bool) -> None:
+    told = run_workers(broken_off, 2, tmp_path, on_disk)
+    assert [same for same, _ in told] == [[True, True, False]] * 2, "without norms other rows are drawn"
+    known = told[0][1] | told[1][1]
+    assert sorted(known) == list(range(7)) and all(each.any() for each in known.values())
+    for world_size in (1, 3):
+        for found, report in run_workers(on_other_ranks, world_size, tmp_path):
+            assert all(torch.equal(found[number], known[number]) for number in range(7))
+            assert ("resume: norms of seen sequences", "carried") in [row[:2] for row in report]
 
 
 @pytest.mark.parametrize(

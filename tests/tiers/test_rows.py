@@ -97,10 +97,11 @@ def test_an_index_says_where_the_rows_lie(tmp_path: Path) -> None:
     for idx, num, device in placed:
         found = store[idx]
         assert (found.device.type, found.shape) == (device, (4,) if num is None else (num, 4)), idx
-    for idx, told in (
+    wrong: list[tuple[Any, str]] = [
         (torch.ones(3, dtype=torch.bool), "a mask of shape"),
         ([0.5], "whole numbers"),
         (24, "row 24 of 24"),
-    ):
+    ]
+    for idx, told in wrong:
         with pytest.raises(IndexError, match=told):
             store[idx]

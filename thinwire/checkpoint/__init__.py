@@ -22,19 +22,19 @@ from thinwire.lazy import lazily
 
 if TYPE_CHECKING:
     from thinwire.checkpoint.saver import Disk, Saver, store_of_ranks
-    from thinwire.checkpoint.source import FROZEN, WEIGHTS, Source, read_weights
+    from thinwire.checkpoint.source import FROZEN, NORMS, WEIGHTS, Source, read_weights
     from thinwire.checkpoint.state import Piece, Share, Snapshot
 
 __all__ = [
-    "FROZEN", "WEIGHTS", "CheckpointError", "Disk", "Keep", "Piece", "Saver", "Share", "Snapshot", "Source", "all_of",
-    "checkpoints_of", "choose", "latest", "nearest_run", "next_loss", "passed_over", "read_weights", "step_of",
-    "store_of_ranks", "verify",
+    "FROZEN", "NORMS", "WEIGHTS", "CheckpointError", "Disk", "Keep", "Piece", "Saver", "Share", "Snapshot", "Source",
+    "all_of", "checkpoints_of", "choose", "latest", "nearest_run", "next_loss", "passed_over", "read_weights",
+    "step_of", "store_of_ranks", "verify",
 ]  # fmt: skip
 __getattr__ = lazily(
     __name__,
     {
         "saver": ("Disk", "Saver", "store_of_ranks"),
-        "source": ("FROZEN", "WEIGHTS", "Source", "read_weights"),
+        "source": ("FROZEN", "NORMS", "WEIGHTS", "Source", "read_weights"),
         "state": ("Piece", "Share", "Snapshot"),
     },
 )

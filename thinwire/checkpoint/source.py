@@ -17,7 +17,7 @@ from thinwire.checkpoint.parts import CheckpointError, parts_of, rank_of
 from thinwire.checkpoint.state import Piece, Share, dtype_named, from_tree, own_name, tensors_of
 from thinwire.table import Row
 
-WEIGHTS, FROZEN = "weights", "frozen"
+WEIGHTS, FROZEN, NORMS = "weights", "frozen", "norms"
 
 
 class Source:
@@ -94,6 +94,16 @@ class Source:
         """Whether there is a tensor of that name with `numel` elements."""
         return self.has(name) and self._index[name][0].numel == numel
 
+    @property
+    def norms(self) -> dict[str, Any] | None:
+        """What was told of the norms of seen sequences; None: there are none. Who asks uses them."""
+        self._taken.add(NORMS)
+        return self.common.get(NORMS)
+
+    def numel_of(self, name: str) -> int:
+        """Elements of the tensor of that name; 0 if there is none."""
+        return self._index[name][0].numel if self.has(name) else 0
+
     def has_any(self, kind: str) -> bool:
         return any(name.startswith(f"{kind}/") for name in self._index)
 
@@ -163,11 +173,14 @@ class Source:
 
     def report(self) -> list[Row]:
         """All lines of the load report, once everything has been loaded."""
+        unused: list[Row] = []
+        if NORMS in self.common and NORMS not in self._taken:
+            unused.append(("resume: norms of seen sequences", "dropped", "this run keeps all activations"))
         if self.is_same:
             # An optimizer with other options may not have taken over all that it was given.
-            changed = [row for row in self.rows if row[1] != "carried"]
+            changed = [row for row in self.rows if row[1] != "carried"] + unused
             return changed or [("resume", "found all of it", "the same layout: all as it was saved")]
-        rows = [*self.rows]
+        rows = [*self.rows, *unused]
         for kind, shares in self._shares.items():
             what = f"resume: {kind}, of {self.world_size} rank(s)"
             if kind in self._taken:

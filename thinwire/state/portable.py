@@ -71,7 +71,12 @@ class StateDict(Source):
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
         for name, piece in pieces.items():
-            piece.values.copy_(self._tensors[name])
+            held = self._tensors[name].view(-1)
+            is_whole = held.numel() == piece.numel
+            piece.values.copy_(held[piece.offset :][: piece.values.numel()] if is_whole else held)
+
+    def numel_of(self, name: str) -> int:
+        return self._tensors[name].numel() if name in self._tensors else 0
 
     def note(self, what: str, became: str, why: str = "") -> None:
         if became != "carried":

@@ -4,6 +4,7 @@ from thinwire.tiers.chunked import ChunkedFile
 from thinwire.tiers.coding import PLAIN, Coding
 from thinwire.tiers.disk_rows import DiskRows
 from thinwire.tiers.file import DiskFile, Pace, TierMeter, TierReading
+from thinwire.tiers.growing_rows import GrowingRows
 from thinwire.tiers.mapped_rows import MappedRows
 from thinwire.tiers.mount import check_folder
 from thinwire.tiers.pool import BLOCK_BYTES, Pool
@@ -16,6 +17,7 @@ __all__ = [
     "Coding",
     "DiskFile",
     "DiskRows",
+    "GrowingRows",
     "MappedRows",
     "Pace",
     "ChunkedFile",

@@ -2,84 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import zlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint import NORMS, Piece, Snapshot, Source
 from thinwire.collectives import Communicator
-from thinwire.errors import ThinwireError
-from thinwire.tiers import TierMeter, TierReading, check_folder
+from thinwire.tiers import GrowingRows, TierMeter
 
+# Bytes of them that are read at a time.
+PART_BYTES = 1 << 20
 # Of the mean norm: what is added to every norm, so that no row that counts now has the weight zero.
 FLOOR = 0.01
-
-
-class OwnRows:
-    """Rows of bytes by number, in a file of `folder` that has no name and grows; without a folder, in memory."""
-
-    def __init__(self, folder: Path | None, meter: TierMeter) -> None:
-        self._sums: dict[int, int] = {}
-        self._rows: dict[int, Tensor] = {}
-        self.meter, self._file = meter, None
-        if folder is not None:
-            check_folder(folder, 0)
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-
-    def put(self, number: int, row: Tensor) -> None:
-        """Keep a row, uint8 [n]; all rows have one length. Raises ThinwireError if the disk fails."""
-        if self._file is None:
-            self._rows[number] = row.clone()
-            return
-        content = row.numpy().tobytes()
-        try:
-            if os.pwrite(self._file.fileno(), content, number * len(content)) < len(content):
-                raise OSError(28, "no space left")
-        except OSError as error:
-            raise ThinwireError(f"store: norms can't be written: {error.strerror}") from error
-        self._sums[number] = zlib.crc32(content)
-        self.meter.add(TierReading(0, len(content)))
-
-    def take(self, number: int, out: Tensor) -> None:
-        """Fill `out`, uint8 [n], with a row; with zeros, if it was never put."""
-        if number in self._rows:
-            out.copy_(self._rows[number])
-        elif self._file is None or number not in self._sums:
-            out.zero_()
-        else:
-            content = os.pread(self._file.fileno(), len(out), number * len(out))
-            if zlib.crc32(content) != self._sums[number]:
-                raise ThinwireError("store: norms are not what was written: the disk is damaged")
-            out.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-            self.meter.add(TierReading(len(content)))
-
-    def close(self) -> None:
-        """Free the disk space."""
-        if self._file is not None:
-            self._file.close()
 
 
 class SeenNorms:
     """What dZ was, for every token of a sequence and every group of layers that share an input, when it was last seen.
 
     Sequence i belongs to rank i mod P, which keeps its norms in bf16. Before a forward, every rank is sent those of its
-    sequences; after the backward, the new ones go to their owners. Norms are not saved: a run that goes on from a
-    checkpoint begins without any.
+    sequences; after the backward, the new ones go to their owners. A checkpoint has them, for any number of ranks.
     """
 
     def __init__(self, comm: Communicator, folder: Path | None, meter: TierMeter) -> None:
-        self.comm, self._rows = comm, OwnRows(folder, meter)
+        self.comm, self._folder, self._meter = comm, folder, meter
+        # Row i is of sequence i P + rank; None: no row is there yet, on any rank.
+        self._rows: GrowingRows | None = None
         self._groups: dict[str, int] = {}
         # [sequences, seq * groups] of the micro-batch under way, which are zero where they are not known.
         self._known: Tensor | None = None
         self._new: dict[int, Tensor] = {}
-        # Elements of a row; 0: no row is there yet, on any rank.
-        self._width = 0
         # The numbers of the sequences of all ranks in the micro-batch under way.
         self._numbers: list[list[int]] = []
 
@@ -88,17 +42,16 @@ class SeenNorms:
 
         numbers: int64 [batch], from 0 on; as many on every rank.
         """
-        self._send_new()
+        self.settle()
         self._numbers = self.comm.wait(self.comm.all_gather_exact(numbers)).tolist()
         self._known = None
-        if self._width:
+        if self._rows is not None:
             rank = self.comm.rank
             asked = [[number for number in theirs if self._owner(number) == rank] for theirs in self._numbers]
-            rows = torch.zeros(sum(map(len, asked)), self._width, dtype=torch.bfloat16)
-            for row, number in zip(rows, (number for theirs in asked for number in theirs), strict=True):
-                self._rows.take(number // self.comm.world_size, row.view(torch.uint8))
+            own = self._own(number for theirs in asked for number in theirs)
+            self._rows.reach(max(own.tolist(), default=-1) + 1)
             mine = self._by_owner(self._numbers[rank])
-            found = self._swap(rows, list(map(len, asked)), [len(own) for own in mine])
+            found = self._swap(self._rows.gather(own), list(map(len, asked)), [len(own) for own in mine])
             self._known = torch.empty_like(found)
             self._known[[place for own in mine for place in own]] = found
 
@@ -114,7 +67,7 @@ class SeenNorms:
             return None
         seq = num_rows // num
         norms = self._known[:, group * seq : (group + 1) * seq].float()
-        if norms.shape[1] != seq or self._width != seq * len(self._groups):
+        if norms.shape[1] != seq or self._known.shape[1] != seq * len(self._groups):
             return None
         is_seen = norms.gt(0).any(1, keepdim=True)
         if not is_seen.any():
@@ -127,25 +80,89 @@ class SeenNorms:
         group = self._groups[name]
         self._new[group] = self._new[group] + norms if group in self._new else norms
 
+    def add_to(self, snapshot: Snapshot) -> None:
+        """Add this rank's norms to a snapshot; those in a file are written from there.
+
+        Those that are not yet with their owners are saved by the rank that has them, with the numbers of all ranks'
+        sequences.
+        """
+        rank, rows, found = self.comm.rank, self._rows, dict[str, Tensor]()
+        if rows is not None and rows.num_rows:
+            found[str(rank)] = rows.values()
+            snapshot.in_place = snapshot.in_place or self._folder is not None
+        width = 0 if rows is None else rows.width
+        if self._new and self._numbers:
+            found |= {f"new {rank}": self._new_rows(), f"numbers {rank}": torch.tensor(self._numbers)}
+            width = found[f"new {rank}"].shape[1]
+        if width:
+            told = {"groups": list(self._groups), "width": width, "ranks": self.comm.world_size}
+            snapshot.common[NORMS] = told
+        snapshot.pieces |= {f"{NORMS}/{name}": Piece.whole(each, is_copy=False) for name, each in found.items()}
+
+    def restore(self, source: Source) -> None:
+        """Take over the norms of this rank's sequences, whatever number of ranks has saved them."""
+        told = source.norms
+        assert told is not None
+        self._groups = {name: group for group, name in enumerate(told["groups"])}
+        self._rows = rows = GrowingRows(self._folder, told["width"], torch.bfloat16, self._meter)
+        rank, ranks, others = self.comm.rank, self.comm.world_size, told["ranks"]
+        at_once = max(1, PART_BYTES // rows.row_bytes)
+        for other in (other for other in range(others) if (rank - other) % math.gcd(ranks, others) == 0):
+            name = f"{NORMS}/{other}"
+            numel = source.numel_of(name)
+            for first in range(0, numel // rows.width, at_once):
+                part = torch.empty(min(at_once, numel // rows.width - first), rows.width, dtype=torch.bfloat16)
+                source.read({name: Piece(numel, first * rows.width, part.view(-1))})
+                numbers = (first + torch.arange(len(part))) * others + other
+                is_own = (numbers % ranks == rank) & part.any(1)
+                rows.put(numbers[is_own] // ranks, part[is_own])
+        for other in range(others) if ranks != others else (rank,):
+            numbers = torch.empty(source.numel_of(f"{NORMS}/numbers {other}"), dtype=torch.int64).view(others, -1)
+            part = torch.empty(numbers.shape[1], rows.width, dtype=torch.bfloat16)
+            source.read({f"{NORMS}/{name} {other}": Piece.whole(each) for name, each in
+                         (("numbers", numbers), ("new", part)) if each.numel()})  # fmt: skip
+            if ranks == others:
+                self._take_up(numbers, part)
+                return
+            is_own = numbers[other] % ranks == rank
+            rows.put(numbers[other][is_own] // ranks, part[is_own])
+
+    def _take_up(self, numbers: Tensor, part: Tensor) -> None:
+        """Go on where norms are not yet with their owners."""
+        if part.numel():
+            self._numbers = numbers.tolist()
+            each = part.float().view(len(part), len(self._groups), -1)
+            self._new = {group: each[:, group].flatten() for group in range(len(self._groups))}
+
     def close(self) -> None:
         """Free the disk space."""
-        self._rows.close()
+        if self._rows is not None:
+            self._rows.close()
 
-    def _send_new(self) -> None:
+    def _new_rows(self) -> Tensor:
+        """The norms of the last backward, bf16 [sequences, width]."""
+        num = len(self._numbers[self.comm.rank])
+        return torch.cat([self._new[group].view(num, -1) for group in sorted(self._new)], dim=1).bfloat16()
+
+    def settle(self) -> None:
         """Send the norms of the last backward to the sequences' owners. A collective."""
         if not self._new or not self._numbers:
             return
-        rank, num = self.comm.rank, len(self._numbers[self.comm.rank])
-        found = [self._new[group].view(num, -1) for group in sorted(self._new)]
+        rank, rows = self.comm.rank, self._new_rows()
         self._new = {}
-        rows = torch.cat(found, dim=1).bfloat16()
-        self._width = rows.shape[1]
+        if self._rows is None or self._rows.width != rows.shape[1]:
+            # Sequences of another length begin anew.
+            self.close()
+            self._rows = GrowingRows(self._folder, rows.shape[1], torch.bfloat16, self._meter)
         mine = self._by_owner(self._numbers[rank])
         coming = [[number for number in theirs if self._owner(number) == rank] for theirs in self._numbers]
         order = [place for own in mine for place in own]
         came = self._swap(rows[order].contiguous(), [len(own) for own in mine], list(map(len, coming)))
-        for row, number in zip(came, (number for theirs in coming for number in theirs), strict=True):
-            self._rows.put(number // self.comm.world_size, row.view(torch.uint8))
+        self._rows.put(self._own(number for theirs in coming for number in theirs), came)
+
+    def _own(self, numbers: Iterator[int]) -> Tensor:
+        """The numbers of the rows of this rank's sequences, int64 [n]."""
+        return torch.tensor([number // self.comm.world_size for number in numbers], dtype=torch.int64)
 
     def _owner(self, number: int) -> int:
         return number % self.comm.world_size

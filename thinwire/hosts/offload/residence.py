@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.checkpoint import Snapshot
+from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hosts.offload.activations import recompute
@@ -45,6 +45,7 @@ class Residence:
         num_layers: number of layers that are recomputed in backward.
         gradients: the mean gradients on the disk; None: all are in memory.
         sampler: keeps a sample of activations; None: all are kept.
+        seen: norms of gradients by sequence; None: no sequence was seen.
         activations: moves activations to the disk; None: they stay in memory.
         journal: makes every step durable; None: only checkpoints are.
     """
@@ -56,6 +57,7 @@ class Residence:
         self.num_layers, self.sampler, self._comm = num_layers, sampler, comm
         self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
         self.room, self.holds_states, self._num_updates = MemoryRoom(residency.memory_bytes), states, 0
+        self.seen: SeenNorms | None = None
         self.journal = Journal(residency.folder, comm) if residency.durable else None
         self.replicas: Replicas | None = None
         self.gradients: GradientsOnDisk | None = None
@@ -97,12 +99,25 @@ class Residence:
 
     def note_sequences(self, numbers: Tensor) -> None:
         """See ParallelOptimizer."""
-        if self.sampler is None:
-            return
-        if self.sampler.seen is None:
-            folder = None if self.options.store is None else self.options.folder
-            self.sampler.seen = SeenNorms(self._comm, folder, self.meter)
-        self.sampler.seen.begin(numbers)
+        if self.sampler is not None:
+            # Norms of a checkpoint have no use until sequences have numbers.
+            self.sampler.seen = self.seen = self.seen or self._no_norms()
+            self.seen.begin(numbers)
+
+    def _no_norms(self) -> SeenNorms:
+        return SeenNorms(self._comm, None if self.options.store is None else self.options.folder, self.meter)
+
+    def add_to(self, snapshot: Snapshot) -> None:
+        """Add what lies here and neither weights nor states have: the norms of seen sequences."""
+        if self.seen is not None:
+            self.seen.add_to(snapshot)
+
+    def restore(self, source: Source) -> None:
+        """Go on with the norms of seen sequences that a checkpoint has."""
+        if self.sampler is not None and source.norms is not None:
+            self.seen = self._no_norms()
+            self.seen.restore(source)
+            source.note("norms of seen sequences", "carried", "rows are drawn by them when their sequence comes again")
 
     def take(self, bucket: FlatBucket) -> None:
         """Register a new bucket."""
@@ -137,6 +152,8 @@ class Residence:
     def commit(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
         """Write a step of a durable run, of which the snapshot lacks masters and states. Raises ThinwireError."""
         assert self.journal is not None and self._states is not None
+        if self.seen is not None:
+            self.seen.add_to(snapshot)
         with self.meter.waiting():
             try:
                 snapshot.own |= self._states.keep()
@@ -226,8 +243,8 @@ class Residence:
 
     def close(self) -> None:
         """Free memory and disk space."""
-        if self.sampler is not None and self.sampler.seen is not None:
-            self.sampler.seen.close()
+        if self.seen is not None:
+            self.seen.close()
         if self._states is not None:
             self._states.shelf.close()
         if self.gradients is not None:

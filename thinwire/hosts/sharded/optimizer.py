@@ -156,6 +156,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             self.journal = residence.journal
             if (found := self.journal.found) is not None:
                 self._saved.go_on(found)
+                residence.restore(found)
                 self._go_on(found.common)
 
     def _cuts(self, across: ParamGroups) -> list[tuple[Communicator, Cuts]]:
@@ -420,12 +421,17 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
 
     def snapshot(self) -> Snapshot:
         self._weights.settle()
-        return self._saved.snapshot(self._numbers())
+        snapshot = self._saved.snapshot(self._numbers())
+        if self._residence is not None:
+            self._residence.add_to(snapshot)
+        return snapshot
 
     @torch.no_grad()
     def restore(self, source: Source) -> None:
         self._weights.free()
         self._saved.restore(source)
+        if self._residence is not None:
+            self._residence.restore(source)
         self._go_on(source.common)
 
     def commit(

@@ -18,7 +18,7 @@ class CodecsLine:
     """List all codecs with their defaults, or those that are given: bits per element of a long tensor, traits, and the
     options that may follow, each after a ":", the default of each choice first.
 
-    A number after "/" is the size of a group. hadamard and zstd follow another codec after a "+".
+    A number after "/" is the size of a group. hadamard, rows, twice and zstd follow another codec after a "+".
     """
 
     texts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CODEC ...]")] = ()

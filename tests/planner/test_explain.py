@@ -222,3 +222,19 @@ def test_figures_that_surprise_are_said_why(capsys: pytest.CaptureFixture[str]) 
     assert "what one rank sends in a step, mean over" in out and "the vocabulary is" not in out
     assert run_explain(["--strategy", "zero", "--model", "125m", "--llama.vocab-size", "50304"]) == 0
     assert "124M parameters" in (out := capsys.readouterr().out) and "the vocabulary is" not in out
+
+
+def test_embeddings_by_rows_count_with_the_tokens_of_a_step() -> None:
+    """Of 256 rows at most 64 travel; whole ones of `zero` stay, as `auto` leaves small embeddings alone."""
+    common = {"model": "demo", "strategy": "sdp4bit,zero", "nodes": 4, "micro_batch": 1, "seq_len": 64}
+    by_rows, whole = (
+        explain(ExplainConfig(**common, tables={"sdp4bit": {"embedding_rows": way}}), Problems())  # type: ignore[arg-type]
+        for way in ("on", "off")
+    )
+    saved = whole.plans["sdp4bit"].sent_on("inter") - by_rows.plans["sdp4bit"].sent_on("inter")
+    embedding = 256 * 512 * 4.25 / 8 * 3 / 4
+    assert 0.7 * embedding < saved < 0.75 * embedding
+    assert by_rows.plans["zero"] == whole.plans["zero"]
+    (row,) = (row for row in by_rows.notes if "embedding_rows" in row[0])
+    assert row[0] == "sdp4bit: embedding_rows of model.embed_tokens.weight" and "at most 64 of its 256 rows" in row[2]
+    assert not any("embedding_rows" in asked for asked, _, _ in whole.notes)

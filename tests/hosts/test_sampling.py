@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from tests.workers import run_workers
 from thinwire._compat import default_store
 from thinwire.checkpoint import Disk, Keep, Saver, Source
 from thinwire.codecs.random import uniform
+from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.activations import kept_bytes
-from thinwire.hosts.offload.norms import FLOOR
+from thinwire.hosts.offload.norms import FLOOR, SeenNorms
 from thinwire.hosts.offload.sampling import RowSampler
+from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.methods.memory.sampling import chosen, num_certain, num_kept
+from thinwire.tiers import TierMeter
 
 ROWS, KEPT, DRAWS = 200, 60, 2000
 
@@ -138,6 +142,100 @@ def test_only_the_gradients_of_weights_are_estimates() -> None:
     RowSampler(whole, 1.0)
     for name, gradient in gradients(whole, x)[1].items():
         torch.testing.assert_close(gradient, exact[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def single(bias: bool = True) -> tuple[nn.Module, nn.Linear]:
+    """A model of one linear layer."""
+    model = nn.Sequential(nn.ModuleList([nn.Linear(16, 6, bias=bias)]))
+    model.forward = lambda x: model[0][0](x)  # type: ignore[method-assign, index]
+    layer = model[0][0]  # type: ignore[index]
+    assert isinstance(layer, nn.Linear)
+    return model, layer
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_what_is_exact_has_the_bits_of_a_plain_layer(ratio: float) -> None:
+    """Outputs, gradients of inputs and biases; with all rows, of weights too."""
+    x = torch.randn(3, 40, 16, generator=torch.Generator().manual_seed(1))
+    model, _ = single()
+    y, exact = gradients(model, x)
+    RowSampler(model, ratio)
+    own, found = gradients(model, x)
+    assert torch.equal(own, y)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, exact[name]) == (ratio == 1.0 or "weight" not in name), name
+
+
+def test_ranks_draw_apart_and_their_mean_has_no_bias() -> None:
+    """Four ranks with the same rows: their mean has a quarter of one rank's variance, and the gradient as its mean."""
+    x = torch.randn(120, 16, generator=torch.Generator().manual_seed(1)).exp()
+    model, layer = single(bias=False)
+    exact = gradients(model, x)[1]["0.0.weight"]
+    sampler, draws = RowSampler(model, 0.2), 150
+    found = torch.empty(draws, 4, *layer.weight.shape)
+    for draw in range(draws):
+        for rank in range(4):
+            sampler.seed = partial(Seeds(7, draw).activations, rank)
+            found[draw, rank] = gradients(model, x)[1]["0.0.weight"]
+    alone, mean = ((each - exact).square().sum((-2, -1)).mean() for each in (found, found.mean(1)))
+    assert 0.15 < float(mean / alone) < 0.4
+    assert float((found.mean((0, 1)) - exact).norm()) < 1.5 * float((mean / draws).sqrt())
+
+
+def accuracy(seed: int, ratio: float | None) -> float:
+    """Of a small classifier of four groups of points, on points that it has not seen."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(4, 16, generator=generator)
+
+    def points(num: int) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(0, 4, (num,), generator=generator)
+        return centres[labels] + 0.8 * torch.randn(num, 16, generator=generator), labels
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 4)]))
+    first, last = model[0]  # type: ignore[misc]
+    model.forward = lambda x: last(torch.tanh(first(x)))  # type: ignore[method-assign]
+    if ratio is not None:
+        sampler = RowSampler(model, ratio)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(60):
+        if ratio is not None:
+            sampler.seed = lambda step=step: step  # type: ignore[misc]
+        x, labels = points(128)
+        nn.functional.cross_entropy(model(x), labels).backward()
+        adamw.step()
+        adamw.zero_grad()
+    x, labels = points(2000)
+    with torch.no_grad():
+        return float((model(x).argmax(1) == labels).float().mean())
+
+
+def test_a_classifier_learns_as_well_from_a_sample() -> None:
+    sampled, exact = (sum(accuracy(seed, ratio) for seed in range(5)) / 5 for ratio in (0.3, None))
+    assert exact > 0.8 and sampled > exact - 0.01
+
+
+def test_norms_that_say_nothing_leave_rows_their_own() -> None:
+    """Gradients that were all zero count as never seen; sequences of another length begin anew."""
+    seen, numbers = SeenNorms(Communicator(), None, TierMeter()), torch.tensor([4, 1])
+    seen.begin(numbers)
+    for length, norms in ((5, torch.zeros(10)), (5, torch.ones(10)), (3, torch.ones(6))):
+        seen.weights("layer", 2 * length)
+        seen.add("layer", norms)
+        seen.begin(numbers)
+        found = seen.weights("layer", 2 * length)
+        assert (
+            found is None
+            if not norms.any()
+            else (found is not None and torch.equal(found, found[:1].expand(2 * length)))
+        )
+    assert seen.weights("layer", 10) is None
+    model, _ = single()
+    sampler = RowSampler(model, 0.3, seen)
+    sampler._begin(model, (), {})
+    _, found_gradients = gradients(model, torch.zeros(2, 5, 16))
+    assert all(each.isfinite().all() for each in found_gradients.values())
 
 
 def test_inputs_that_layers_share_are_kept_once() -> None:

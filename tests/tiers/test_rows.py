@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from thinwire.errors import ThinwireError
-from thinwire.tiers import BLOCK_BYTES, DiskFile, DiskRows, Pace, TierMeter
+from thinwire.tiers import BLOCK_BYTES, DiskFile, DiskRows, GrowingRows, Pace, TierMeter
 from thinwire.tiers.disk_rows import STAGING_BYTES
 from thinwire.tiers.pool import aligned, pages
 
@@ -105,3 +106,26 @@ def test_an_index_says_where_the_rows_lie(tmp_path: Path) -> None:
     for idx, told in wrong:
         with pytest.raises(IndexError, match=told):
             store[idx]
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_rows_that_were_never_put_are_zeros(tmp_path: Path, on_disk: bool) -> None:
+    meter = TierMeter()
+    rows = GrowingRows(tmp_path / "store" if on_disk else None, 6, torch.bfloat16, meter)
+    assert rows.values().shape == (0, 6)
+    expected = torch.zeros(40, 6, dtype=torch.bfloat16)
+    for numbers in ([5, 2], [39], [2, 17, 20]):
+        expected[numbers] = torch.randn(len(numbers), 6).bfloat16()
+        rows.put(torch.tensor(numbers), expected[numbers])
+        num = rows.num_rows
+        assert torch.equal(rows[:], expected[:num]) and torch.equal(rows.values(), expected[:num])
+    rows.reach(64)
+    assert torch.equal(rows[[63, 17]], torch.stack([torch.zeros(6, dtype=torch.bfloat16), expected[17]]))
+    assert (meter.snapshot().written_bytes == 6 * 12) == on_disk
+    if on_disk:
+        assert rows._file is not None
+        os.pwrite(rows._file.fileno(), bytes(12), 20 * 12)
+        with pytest.raises(ThinwireError, match=f"store {tmp_path / 'store'}: row 20 not what was written"):
+            rows[[5, 20]]
+    rows.close()
+    assert not [entry for entry in tmp_path.rglob("*") if entry.is_file()]

@@ -34,12 +34,15 @@ def chosen(weights: Tensor, num: int, seed: int) -> tuple[Tensor, Tensor]:
     alike.
 
     Args:
-        weights: [n], not negative; rows of weight 0 are never kept.
-        num: from 1 to n.
+        weights: [n], not negative; below n rows, those of weight 0 are never kept.
+        num: from 1 to n; n keeps all rows as they are.
 
     Source: Liu et al., "Winner-take-all column row sampling for memory efficient adaptation of language model"
     (NeurIPS 2023), section 3; it also leaves the draws out where P_c is above 0.999.
     """
+    if num == len(weights):
+        # In the order of the rows, so that sums have the bits of a plain layer's.
+        return torch.arange(num, device=weights.device), torch.ones(num, device=weights.device)
     weights = weights.double()
     total = weights.sum()
     if not (torch.isfinite(total) and total > 0):

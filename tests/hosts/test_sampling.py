@@ -169,13 +169,15 @@ def test_what_is_exact_has_the_bits_of_a_plain_layer(ratio: float) -> None:
 def test_ranks_draw_apart_and_their_mean_has_no_bias() -> None:
     """Four ranks with the same rows: their mean has a quarter of one rank's variance, and the gradient as its mean."""
     x = torch.randn(120, 16, generator=torch.Generator().manual_seed(1)).exp()
-    model, layer = single(bias=False)
-    exact = gradients(model, x)[1]["0.0.weight"]
-    sampler, draws = RowSampler(model, 0.2), 150
-    found = torch.empty(draws, 4, *layer.weight.shape)
+    ranks = [single(bias=False) for _ in range(4)]
+    for _, layer in ranks:
+        layer.load_state_dict(ranks[0][1].state_dict())
+    exact, draws = gradients(ranks[0][0], x)[1]["0.0.weight"], 150
+    samplers = [RowSampler(model, 0.2) for model, _ in ranks]
+    found = torch.empty(draws, 4, *exact.shape)
     for draw in range(draws):
-        for rank in range(4):
-            sampler.seed = partial(Seeds(7, draw).activations, rank)
+        for rank, (model, _) in enumerate(ranks):
+            samplers[rank].seed = partial(Seeds(7, draw).activations, rank)
             found[draw, rank] = gradients(model, x)[1]["0.0.weight"]
     alone, mean = ((each - exact).square().sum((-2, -1)).mean() for each in (found, found.mean(1)))
     assert 0.15 < float(mean / alone) < 0.4
@@ -225,17 +227,12 @@ def test_norms_that_say_nothing_leave_rows_their_own() -> None:
         seen.add("layer", norms)
         seen.begin(numbers)
         found = seen.weights("layer", 2 * length)
-        assert (
-            found is None
-            if not norms.any()
-            else (found is not None and torch.equal(found, found[:1].expand(2 * length)))
-        )
+        assert (found is None) == (not norms.any())
+        assert found is None or torch.equal(found, found[:1].expand(2 * length))
     assert seen.weights("layer", 10) is None
     model, _ = single()
-    sampler = RowSampler(model, 0.3, seen)
-    sampler._begin(model, (), {})
-    _, found_gradients = gradients(model, torch.zeros(2, 5, 16))
-    assert all(each.isfinite().all() for each in found_gradients.values())
+    RowSampler(model, 0.3, seen)
+    assert all(each.isfinite().all() for each in gradients(model, torch.zeros(2, 5, 16))[1].values())
 
 
 def test_inputs_that_layers_share_are_kept_once() -> None:

@@ -96,6 +96,8 @@ def test_auto_takes_embeddings_that_fill_a_bucket() -> None:
     assert not list(tables_in(units(small)))
     row = method.describe(method.levels(grid), units(small))[-1]
     assert row[:2] == ("embedding_rows auto", "no effect") and "524,288 elements" in row[2]
+    topk = thinwire.SDP4Bit(intra_gradients="topk10%/64", inter_gradients="topk10%/64", embedding_rows="on")
+    assert topk.describe(method.levels(grid), units(small))[-1][2] == "blocks of topk10%/64 share bytes in a packet"
     with pytest.raises(ConfigError, match="embedding_rows"):
         thinwire.SDP4Bit(embedding_rows="yes")  # type: ignore[arg-type]
 

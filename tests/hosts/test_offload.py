@@ -384,7 +384,8 @@ def looked_up(rank: int, world_size: int, folder: Path) -> list[list[Any]]:
     for residency in (None, Residency(store=str(folder), weights="disk")):
         model = Tables()
         adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
-        _, optimizer = thinwire.zero(model, adamw, thinwire.SDP4Bit(), residency=residency, announce=False)
+        method = thinwire.SDP4Bit(embedding_rows="on")
+        _, optimizer = thinwire.zero(model, adamw, method, residency=residency, announce=False)
         found: list[Any] = []
         for step in range(3):
             optimizer.synchronize()

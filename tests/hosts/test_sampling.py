@@ -195,8 +195,8 @@ def accuracy(seed: int, ratio: float | None) -> float:
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 4)]))
-    first, last = model[0]  # type: ignore[misc]
+        first, last = nn.Linear(16, 32), nn.Linear(32, 4)
+    model = nn.Sequential(nn.ModuleList([first, last]))
     model.forward = lambda x: last(torch.tanh(first(x)))  # type: ignore[method-assign]
     if ratio is not None:
         sampler = RowSampler(model, ratio)

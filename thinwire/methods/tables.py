@@ -56,8 +56,11 @@ class RowsMethod(ShardedMethod):
             return asked, f"rows of zeros don't travel in the gradient of {names}", "the same bits in fewer bytes"
         if self.embedding_rows == "off":
             return asked, "gradients of embeddings travel whole", "as asked"
+        wire = self.matrix()
+        if not wire.by_rows(wire.block, wire.block).has_rows:
+            return asked, "no effect", f"blocks of {wire.inter} share bytes in a packet"
         least = f" of more than {DEFAULT_BUCKET_NUMEL:,} elements" if self.embedding_rows == "auto" else ""
-        return asked, "no effect", f"no embedding{least} is trained that nothing else uses, in a codec with own blocks"
+        return asked, "no effect", f"no untied embedding{least} is trained"
 
 
 def tables_in(units: Sequence[Unit]) -> Iterator[BucketLayout]:

@@ -366,6 +366,12 @@ def broken_off(rank: int, world_size: int, folder: Path, on_disk: bool) -> tuple
         found = again.steps(ORDER[2:])
         same.append(all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)))
         again.optimizer.close()
+    # The run itself, behind a forward of a step, back to where its state was taken.
+    whole.optimizer.load_state_dict(held)
+    whole.model(whole.tokens[:3])
+    whole.optimizer.load_state_dict(held)
+    found = whole.steps(ORDER[2:])
+    same.append(all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)))
     whole.optimizer.close()
     reader = Epochs(rank, world_size, store)
     reader.optimizer.restore(Source(folder / "step-00000002", rank))
@@ -386,13 +392,15 @@ def on_other_ranks(rank: int, world_size: int, folder: Path) -> tuple[dict[int, 
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_a_run_that_goes_on_draws_the_same_rows(tmp_path: Path, on_disk: bool) -> None:
     told = run_workers(broken_off, 2, tmp_path, on_disk)
-    assert [same for same, _ in told] == [[True, True, False]] * 2, "without norms other rows are drawn"
+    assert [same for same, _ in told] == [[True, True, False, True]] * 2, "without norms other rows are drawn"
     known = told[0][1] | told[1][1]
     assert sorted(known) == list(range(7)) and all(each.any() for each in known.values())
     for world_size in (1, 3):
         for found, report in run_workers(on_other_ranks, world_size, tmp_path):
             assert all(torch.equal(found[number], known[number]) for number in range(7))
             assert ("resume: norms of seen sequences", "carried") in [row[:2] for row in report]
+    untouched = Source(tmp_path / "step-00000002", 0).report()
+    assert ("resume: norms of seen sequences", "dropped") in [row[:2] for row in untouched]
 
 
 @pytest.mark.parametrize(

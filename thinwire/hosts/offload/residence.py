@@ -113,8 +113,14 @@ class Residence:
             self.seen.add_to(snapshot)
 
     def restore(self, source: Source) -> None:
-        """Go on with the norms of seen sequences that a checkpoint has."""
-        if self.sampler is not None and source.norms is not None:
+        """Go on with the norms of seen sequences that a checkpoint has, and no others."""
+        if self.sampler is None:
+            return
+        self.sampler.begin_anew()
+        if self.seen is not None:
+            self.seen.close()
+            self.seen = None
+        if source.norms is not None:
             self.seen = self._no_norms()
             self.seen.restore(source)
             source.note("norms of seen sequences", "carried", "rows are drawn by them when their sequence comes again")

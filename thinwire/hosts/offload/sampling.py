@@ -61,6 +61,10 @@ class RowSampler:
             linear.forward = partial(self._forward, names[linear], linear, linear.forward)  # type: ignore[method-assign]
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
+    def begin_anew(self) -> None:
+        """Forget the step under way, and what was seen."""
+        self.seen, self._step, self._last = None, None, None
+
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             step = self.seed()

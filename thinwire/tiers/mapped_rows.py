@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -58,27 +58,10 @@ class MappedRows(RowStore):
         time. Raises ConfigError for other parts, and for a disk without room.
         """
         path = Path(path)
-        temporary, sums, width, dtype = path.with_name(f".{path.name}.tmp"), list[Tensor](), 0, torch.float32
+        temporary = path.with_name(f".{path.name}.tmp")
         try:
             with temporary.open("wb") as file:
-                file.write(bytes(BLOCK_BYTES))
-                for part in parts:
-                    if part.dim() != 2 or (sums and (part.shape[1], part.dtype) != (width, dtype)):
-                        raise ConfigError(f"rows {path}: all parts must be [rows, width] of one width and dtype")
-                    width, dtype = part.shape[1], part.dtype
-                    file.write(part.detach().contiguous().view(torch.uint8).numpy().data)
-                    sums.append(sums_of(part.detach()))
-                num_rows = sum(map(len, sums))
-                if not num_rows * width:
-                    raise ConfigError(f"rows {path}: there must be at least one row of one element")
-                row_bytes = width * dtype.itemsize
-                file.write(canary(row_bytes).numpy().data)
-                file.write(bytes(_sums_place(num_rows, row_bytes) - file.tell()))
-                stored = torch.cat(sums).numpy().data
-                file.write(stored)
-                name = str(dtype).removeprefix("torch.")
-                file.seek(0)
-                file.write(_packed({"num_rows": num_rows, "width": width, "dtype": name, "sums": zlib.crc32(stored)}))
+                _write(file, parts, f"rows {path}")
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -139,6 +122,28 @@ class MappedRows(RowStore):
             # That nobody may write to it.
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _write(file: BinaryIO, parts: Iterable[Tensor], name: str) -> None:
+    """Write rows, the canary, and their checksums; the head last."""
+    sums, width, dtype = list[Tensor](), 0, torch.float32
+    file.write(bytes(BLOCK_BYTES))
+    for part in parts:
+        if part.dim() != 2 or (sums and (part.shape[1], part.dtype) != (width, dtype)):
+            raise ConfigError(f"{name}: all parts must be [rows, width] of one width and dtype")
+        width, dtype = part.shape[1], part.dtype
+        file.write(part.detach().contiguous().view(torch.uint8).numpy().data)
+        sums.append(sums_of(part.detach()))
+    num_rows, row_bytes = sum(map(len, sums)), width * dtype.itemsize
+    if not num_rows * row_bytes:
+        raise ConfigError(f"{name}: there must be at least one row of one element")
+    file.write(canary(row_bytes).numpy().data)
+    file.write(bytes(_sums_place(num_rows, row_bytes) - file.tell()))
+    stored = torch.cat(sums).numpy().data
+    file.write(stored)
+    kind = str(dtype).removeprefix("torch.")
+    file.seek(0)
+    file.write(_packed({"num_rows": num_rows, "width": width, "dtype": kind, "sums": zlib.crc32(stored)}))
 
 
 def canary(num_bytes: int) -> Tensor:

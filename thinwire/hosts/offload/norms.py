@@ -104,35 +104,47 @@ class SeenNorms:
         told = source.norms
         assert told is not None
         self._groups = {name: group for group, name in enumerate(told["groups"])}
-        self._rows = rows = GrowingRows(self._folder, told["width"], torch.bfloat16, self._meter)
+        self._rows = GrowingRows(self._folder, told["width"], torch.bfloat16, self._meter)
         rank, ranks, others = self.comm.rank, self.comm.world_size, told["ranks"]
-        at_once = max(1, PART_BYTES // rows.row_bytes)
-        for other in (other for other in range(others) if (rank - other) % math.gcd(ranks, others) == 0):
-            name = f"{NORMS}/{other}"
-            numel = source.numel_of(name)
-            for first in range(0, numel // rows.width, at_once):
-                part = torch.empty(min(at_once, numel // rows.width - first), rows.width, dtype=torch.bfloat16)
-                source.read({name: Piece(numel, first * rows.width, part.view(-1))})
-                numbers = (first + torch.arange(len(part))) * others + other
-                is_own = (numbers % ranks == rank) & part.any(1)
-                rows.put(numbers[is_own] // ranks, part[is_own])
+        for other in range(others):
+            # Else no number is both theirs and this rank's.
+            if (rank - other) % math.gcd(ranks, others) == 0:
+                for numbers, part in self._saved_rows(source, other, others):
+                    self._put_own(numbers, part)
         for other in range(others) if ranks != others else (rank,):
-            numbers = torch.empty(source.numel_of(f"{NORMS}/numbers {other}"), dtype=torch.int64).view(others, -1)
-            part = torch.empty(numbers.shape[1], rows.width, dtype=torch.bfloat16)
-            source.read({f"{NORMS}/{name} {other}": Piece.whole(each) for name, each in
-                         (("numbers", numbers), ("new", part)) if each.numel()})  # fmt: skip
-            if ranks == others:
-                self._take_up(numbers, part)
-                return
-            is_own = numbers[other] % ranks == rank
-            rows.put(numbers[other][is_own] // ranks, part[is_own])
+            all_numbers, part = self._saved_new(source, other, others)
+            if ranks != others:
+                self._put_own(all_numbers[other], part)
+            elif part.numel():
+                self._numbers = all_numbers.tolist()
+                each = part.float().view(len(part), len(self._groups), -1)
+                self._new = {group: each[:, group].flatten() for group in range(len(self._groups))}
 
-    def _take_up(self, numbers: Tensor, part: Tensor) -> None:
-        """Go on where norms are not yet with their owners."""
-        if part.numel():
-            self._numbers = numbers.tolist()
-            each = part.float().view(len(part), len(self._groups), -1)
-            self._new = {group: each[:, group].flatten() for group in range(len(self._groups))}
+    def _saved_rows(self, source: Source, other: int, others: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the numbers of sequences and their norms, as one of the ranks has saved them, part by part."""
+        assert self._rows is not None
+        name, width = f"{NORMS}/{other}", self._rows.width
+        numel, at_once = source.numel_of(name), max(1, PART_BYTES // self._rows.row_bytes)
+        for first in range(0, numel // width, at_once):
+            part = torch.empty(min(at_once, numel // width - first), width, dtype=torch.bfloat16)
+            source.read({name: Piece(numel, first * width, part.view(-1))})
+            numbers, is_seen = (first + torch.arange(len(part))) * others + other, part.any(1)
+            yield numbers[is_seen], part[is_seen]
+
+    def _saved_new(self, source: Source, other: int, others: int) -> tuple[Tensor, Tensor]:
+        """The numbers of all ranks' sequences, and norms of those of one rank that were not yet with their owners."""
+        assert self._rows is not None
+        numbers = torch.empty(source.numel_of(f"{NORMS}/numbers {other}"), dtype=torch.int64).view(others, -1)
+        part = torch.empty(numbers.shape[1], self._rows.width, dtype=torch.bfloat16)
+        named = {f"{NORMS}/numbers {other}": numbers, f"{NORMS}/new {other}": part}
+        source.read({name: Piece.whole(each) for name, each in named.items() if each.numel()})
+        return numbers, part
+
+    def _put_own(self, numbers: Tensor, part: Tensor) -> None:
+        """Keep those of these sequences' norms that belong to this rank."""
+        assert self._rows is not None
+        is_own = numbers % self.comm.world_size == self.comm.rank
+        self._rows.put(numbers[is_own] // self.comm.world_size, part[is_own])
 
     def close(self) -> None:
         """Free the disk space."""

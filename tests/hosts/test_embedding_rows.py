@@ -98,6 +98,10 @@ def test_auto_takes_embeddings_that_fill_a_bucket() -> None:
     assert row[:2] == ("embedding_rows auto", "no effect") and "524,288 elements" in row[2]
     topk = thinwire.SDP4Bit(intra_gradients="topk10%/64", inter_gradients="topk10%/64", embedding_rows="on")
     assert topk.describe(method.levels(grid), units(small))[-1][2] == "blocks of topk10%/64 share bytes in a packet"
+    # A codec that was stated makes no embedding of a matrix.
+    stated = thinwire.SDP4Bit(inter_gradients="int4/64:bf16+rows64")
+    (unit,) = stated.units(small, {"1.weight": small[1].weight}, [method.levels(grid)], lambda _: 0, None)
+    assert unit.layouts[0].wire.has_rows and not list(tables_in([unit]))
     with pytest.raises(ConfigError, match="embedding_rows"):
         thinwire.SDP4Bit(embedding_rows="yes")  # type: ignore[arg-type]
 

@@ -29,6 +29,7 @@ class BucketLayout(Layout):
         group: number of the group of ranks that share the parameters.
         module: path of the module that the parameters belong to; their gradients are sent after every backward. None:
             the parameters belong to several modules, and their gradients are sent once a step.
+        row_width: elements of a row of the only parameter, if its gradients travel by rows; else 0.
     """
 
     wire: WireFormat
@@ -38,6 +39,7 @@ class BucketLayout(Layout):
     first_counter: int
     group: int = 0
     module: str | None = None
+    row_width: int = 0
 
     @property
     def shard_numel(self) -> int:
@@ -96,7 +98,7 @@ class BucketLayout(Layout):
         for level, codec in (("intra", self.wire.intra), ("inter", self.wire.inter)):
             packet = codec.packet_bytes(n)
             if isinstance(codec, NonzeroRows):
-                of_row = -(-span.shape[1] // codec.width) + (span.shape[1] % codec.width > 0)
+                of_row = -(-self.row_width // codec.width) + (self.row_width % codec.width > 0)
                 packet = codec.bytes_of(n, -(-here[level] * of_row // grid.world_size))
             found[level] = packets[level] * packet
         return found
@@ -171,18 +173,20 @@ def lay_out(
         wire, (group, module) = formats[is_vector], place(name)
         key, world_size = (module, is_vector, tensor.dtype, group), groups[group].topology.world_size
         counted = _round_up(tensor.numel(), wire.block)
-        if (width := (tables or {}).get(name, 0)) and world_size > 1:
-            wire = wire.by_rows(width, tensor.numel() // (MIN_BLOCKS_PER_SHARD * world_size))
+        row_width = (tables or {}).get(name, 0) if world_size > 1 else 0
+        if row_width:
+            wire = wire.by_rows(row_width, tensor.numel() // (MIN_BLOCKS_PER_SHARD * world_size))
+            row_width *= wire.has_rows
         length = _round_up(tensor.numel(), wire.block)
         unit = wire.block * world_size
         limit = max(bucket_numel or DEFAULT_BUCKET_NUMEL, unit if bucket_numel else MIN_BLOCKS_PER_SHARD * unit)
         layout = layouts[latest[key]] if key in latest else None
-        is_apart = wire.has_rows or (layout is not None and layout.wire.has_rows)
+        is_apart = row_width > 0 or (layout is not None and layout.row_width > 0)
         if layout is None or is_apart or (module is None and layout.numel + length > limit):
             stream = list(counters).index(key) if key in counters else len(counters)
             layout = BucketLayout(
                 wire=wire, levels=groups[group], dtype=tensor.dtype, stream=stream,
-                first_counter=counters.get(key, 0), group=group, module=module,
+                first_counter=counters.get(key, 0), group=group, module=module, row_width=row_width,
             )  # fmt: skip
             latest[key] = len(layouts)
             layouts.append(layout)

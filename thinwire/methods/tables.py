@@ -65,7 +65,7 @@ class RowsMethod(ShardedMethod):
 
 def tables_in(units: Sequence[Unit]) -> Iterator[BucketLayout]:
     """The layouts whose gradients travel by rows."""
-    return (layout for unit in units for layout in unit.layouts if layout.wire.has_rows)
+    return (layout for unit in units for layout in unit.layouts if layout.row_width)
 
 
 def by_tokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import thinwire
 from tests.workers import run_workers
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
+from thinwire.hosts.fsdp.describe import _tables
 from thinwire.methods.interface import MethodPlan
 from thinwire.methods.tables import RowsMethod, by_tokens, tables_in
 
@@ -102,6 +104,8 @@ def test_auto_takes_embeddings_that_fill_a_bucket() -> None:
     stated = thinwire.SDP4Bit(inter_gradients="int4/64:bf16+rows64")
     (unit,) = stated.units(small, {"1.weight": small[1].weight}, [method.levels(grid)], lambda _: 0, None)
     assert unit.layouts[0].wire.has_rows and not list(tables_in([unit]))
+    under_fsdp = [_tables(SimpleNamespace(method=thinwire.SDP4Bit(embedding_rows=way))) for way in ("on", "auto")]
+    assert under_fsdp == [[("embedding_rows on", "no effect", "FSDP2's buffers have one length")], []]
     with pytest.raises(ConfigError, match="embedding_rows"):
         thinwire.SDP4Bit(embedding_rows="yes")  # type: ignore[arg-type]
 

@@ -102,7 +102,7 @@ def test_auto_takes_embeddings_that_fill_a_bucket() -> None:
     assert topk.describe(method.levels(grid), units(small))[-1][2] == "blocks of topk10%/64 share bytes in a packet"
     # A codec that was stated makes no embedding of a matrix.
     stated = thinwire.SDP4Bit(inter_gradients="int4/64:bf16+rows64")
-    (unit,) = stated.units(small, {"1.weight": small[1].weight}, [method.levels(grid)], lambda _: 0, None)
+    (unit,) = stated.units(small, {"1.weight": torch.empty(4, 32)}, [method.levels(grid)], lambda _: 0, None)
     assert unit.layouts[0].wire.has_rows and not list(tables_in([unit]))
     under_fsdp = [_tables(SimpleNamespace(method=thinwire.SDP4Bit(embedding_rows=way))) for way in ("on", "auto")]
     assert under_fsdp == [[("embedding_rows on", "no effect", "FSDP2's buffers have one length")], []]

@@ -66,6 +66,9 @@ def compared(rank: int, world_size: int) -> dict[str, Any]:
     found = {}
     for local_size in (1, 2, 4):
         for number, (name, (kind, options)) in enumerate(METHODS.items()):
+            # Inside one node alone, codecs of the hop between nodes do nothing.
+            if local_size == 4 and name not in ("zero", "sdp4bit"):
+                continue
             width = (64, 48)[(number + local_size // 2) % 2]
             on, off = (trained(rank, kind(**options, embedding_rows=way), width, local_size) for way in ("on", "off"))
             same = all(torch.equal(one, other) for one, other in zip(on[0], off[0], strict=True))

@@ -12,7 +12,14 @@ from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.buckets import Unit
 from thinwire.methods.interface import MethodPlan
-from thinwire.methods.memory.residency import FP32_BYTES, OFFLOAD, PASSING_SHARE, Residency
+from thinwire.methods.memory.residency import (
+    AT_ONCE,
+    FP32_BYTES,
+    PASSING_SHARE,
+    RECOMPUTE,
+    RECOMPUTE_FROM_DISK,
+    Residency,
+)
 from thinwire.methods.sharded import ShardedMethod
 
 # Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
@@ -33,7 +40,7 @@ MOST_SHARE = 2 / 3
 PACKET_SHARE, NUM_SENT = 1.5, 2
 # Of the budget, what the floor may take for a way to be chosen.
 FULL_SHARE = 0.9
-# Bytes that a forward keeps in memory for its backward, by "keep", "recompute" and "offload".
+# Bytes that a forward keeps in memory for its backward, by what becomes of activations; and "inputs", those of layers.
 KeptBytes = Mapping[str, int]
 
 
@@ -74,12 +81,14 @@ class Floor:
                 own = min(own, NUM_BUCKETS * largest)
         if residency.gradients == "disk":
             disk, mean = disk + mean, min(mean, NUM_MEANS * largest // topology.world_size)
+        if residency.gradients == AT_ONCE:
+            mean = min(mean, NUM_MEANS * largest // topology.world_size)
+            own = min(own, NUM_BUCKETS * largest) if micro_batches == 1 else own
         parts["gradients"] = own + mean
         if topology.world_size > 1:
             parts["packets"] = int(NUM_SENT * PACKET_SHARE * largest)
-        if kept is not None and residency.activations == OFFLOAD:
-            disk += kept["keep"]
         if kept is not None:
+            disk += residency.spilled(kept)
             parts["activations"] = kept.get(residency.activations, kept["keep"])
         found = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
         return cls(found, disk, kept is not None, 0 if residency.sub_group else passing)
@@ -115,25 +124,29 @@ def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tup
 
 def settled(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1,
-    kept: KeptBytes | None = None, *, across: bool = False,
+    kept: KeptBytes | None = None, *, across: bool = False, at_once: bool = False,
 ) -> Residency:  # fmt: skip
     """The residency with `auto` decided for weights, gradients and activations.
 
     Gradients move less than what a step moves anyway; to compute layers again takes a third more time. So of the ways
-    that fit, the first of these is taken: both in memory; gradients on the disk; layers computed again; both.
+    that fit, the first of these is taken: both in memory; gradients on the disk; layers computed again; both; the
+    inputs of layers on the disk, too.
 
     Args:
         model: only its shapes are used.
         kept: bytes that a forward keeps in memory for its backward, by what becomes of activations; None: not known.
-        across: the optimizer looks across matrices, and its gradients stay in memory.
+        across: the optimizer looks across matrices, and its gradients do not wait on a disk.
+        at_once: buckets may be stepped as gradients arrive; they are where the budget asks for it.
     """
     residency = _with_weights(residency, method, model, topology, micro_batches)
     gradients, activations = [residency.gradients], [residency.activations]
     if residency.gradients == "auto":
         gradients = ["memory"] if across or residency.optimizer == "memory" else ["memory", "disk"]
+        gradients += ["step"] if at_once else []
     if residency.activations == "auto":
-        activations = ["keep"] if kept is None else ["keep", "recompute"]
-        activations = ["recompute"] if residency.is_sliced else activations
+        activations = ["keep"] if kept is None else ["keep", RECOMPUTE]
+        activations = [RECOMPUTE] if residency.is_sliced else activations
+        activations += [RECOMPUTE_FROM_DISK] if kept is not None and RECOMPUTE_FROM_DISK in kept else []
     ways = [replace(residency, gradients=g, activations=a) for a in activations for g in gradients]
     budget = residency.memory_bytes
     if budget is None:

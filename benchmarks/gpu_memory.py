@@ -3,12 +3,12 @@
     python benchmarks/gpu_memory.py [--quick] [--only copies rows losses] [--json FILE]
 
 copies: GB/s between host and device, from pageable and from pinned memory. rows: GB/s of random rows of a matrix in the
-host's memory, gathered there and copied; gathered into pinned memory and copied; and read by a kernel in place, from
-registered pages, with and without the circular shift. losses: milliseconds and extra memory of each implementation of
-the cross-entropy over a large vocabulary.
+host's memory, gathered there and copied; gathered into pinned memory and copied; and gathered by the GPU, which reads
+registered pages in place. Also how many lines of 128 bytes a row's reads touch, in order and with the circular shift.
+losses: milliseconds and extra memory of each implementation of the cross-entropy over a large vocabulary.
 
-Without a GPU the CPU half runs: memory stands for the device, and the order of reads is checked, but no kernel runs.
-The kernel has not run on a GPU yet. Medians; sizes are stated beside each figure.
+Without a GPU the CPU half runs: memory stands for the device, and nothing is read in place, which has not run on a GPU
+yet. Medians; sizes are stated beside each figure.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def copies(device: torch.device, num_bytes: int) -> Iterator[MemoryFigure]:
     for kind in ("pageable", "pinned") if device.type == "cuda" else ("pageable",):
         here = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=kind == "pinned")
         for name, into, source in (("to the device", there, here), ("from the device", here, there)):
-            taken = seconds(lambda into=into, source=source: into.copy_(source, non_blocking=True), device)
+            taken = seconds(partial(into.copy_, source, non_blocking=True), device)
             yield MemoryFigure("copies", f"{kind} {name}", num_bytes / taken / 1e9, "GB/s", f"{num_bytes / 1e6:g} MB")
 
 
@@ -73,7 +74,7 @@ def shifted(width: int, itemsize: int, address: int) -> Tensor:
     The first thread reads the first element of the first whole line, so that every 32 reads that follow lie in as few
     lines as can be; elements before it come last.
 
-    Source: PyTorch-Direct (Min et al., VLDB 2021), section 4.3.
+    Source: PyTorch-Direct (Min et al., VLDB 2021).
     """
     first = -address % LINE_BYTES // itemsize % width
     return torch.arange(first, first + width) % width
@@ -85,25 +86,17 @@ def lines(order: Tensor, itemsize: int, address: int) -> int:
     return sum(len(group.unique()) for group in touched.split(32))
 
 
-def read_in_place(table: Tensor, numbers: Tensor, *, shifts: bool) -> Tensor:
-    """Rows of a matrix in the host's memory, read by a kernel on the GPU, fp32 [len(numbers), width]."""
-    import triton
-    from triton import language as tl
+class InPlace:
+    """Memory of the host, in registered pages, as an array that a GPU reads where it lies."""
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def gather(rows, numbers, out, width, shifts: tl.constexpr, line: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        row = tl.load(numbers + tl.program_id(0))
-        at = tl.arange(0, size)
-        first = (line - (row * width) % line) % line if shifts else 0
-        column = (at + first) % width
-        inside = at < width
-        values = tl.load(rows + row * width + column, mask=inside)
-        tl.store(out + tl.program_id(0) * width + column, values, mask=inside)
-
-    out = torch.empty(len(numbers), table.shape[1], device=numbers.device)
-    size = triton.next_power_of_2(table.shape[1])
-    gather[(len(numbers),)](table, numbers, out, table.shape[1], shifts, LINE_BYTES // table.itemsize, size)
-    return out
+    def __init__(self, table: Tensor) -> None:
+        status = torch.cuda.cudart().cudaHostRegister(table.data_ptr(), table.nbytes, 0)
+        if int(status):
+            raise RuntimeError(f"{table.nbytes:,} bytes can't be registered: {status}")
+        self.table = table
+        self.__cuda_array_interface__ = {
+            "shape": tuple(table.shape), "typestr": "<f4", "data": (table.data_ptr(), False), "version": 3,
+        }  # fmt: skip
 
 
 def rows(device: torch.device, num_rows: int, width: int, wanted: int) -> Iterator[MemoryFigure]:
@@ -118,12 +111,8 @@ def rows(device: torch.device, num_rows: int, width: int, wanted: int) -> Iterat
         ),
     }
     if device.type == "cuda":
-        status = torch.cuda.cudart().cudaHostRegister(table.data_ptr(), table.nbytes, 0)
-        assert int(status) == 0, f"pages can't be registered: {status}"
-        there = numbers.to(device)
-        for shifts in (False, True):
-            name = f"read in place{', with the circular shift' if shifts else ''}"
-            ways[name] = lambda shifts=shifts: read_in_place(table, there, shifts=shifts)
+        in_place, there = torch.as_tensor(InPlace(table), device=device), numbers.to(device)
+        ways["read in place"] = partial(torch.index_select, in_place, 0, there)
     moved, of = wanted * width * table.itemsize, f"{wanted:,} of {num_rows:,} rows of {width * table.itemsize} bytes"
     for name, way in ways.items():
         assert torch.equal(way().cpu(), table[numbers]), name

@@ -19,7 +19,8 @@ optimizers: prints the bytes of Mini's sums over those of sdp4bit, and the held-
 apollo-mini, 8-bit moments, and sampled rows in two epochs: the mean of the seeds at the best of the learning rates.
 
 expanded: trains a small model, expands it, and trains the result and a model of its size from scratch. Prints at which
-share of the tokens from scratch the expanded one has the loss that the other has at its end, its own included.
+share of the tokens from scratch the expanded one has the loss that the other has at its end; tokens of the small one
+are not counted.
 
 No part races DeepSpeed: its path to a disk is an extension that is compiled against libaio when it is first used, and
 0.19.8 refuses it where libaio's headers are missing. Where they are there, `thinwire compare` takes a script of it as a
@@ -252,7 +253,7 @@ def print_expanded(folder: Path, asked: argparse.Namespace) -> None:
     steps = asked.train_steps
     common = ["--workers", "2", "--local-size", "1", "--strategy", "sdp4bit", "--micro-batch", "4", "--lr", "0.003"]
     small, large = str(folder / "small"), str(folder / "large")
-    trained(folder, ["--model", "tiny", *common, "--steps", str(steps)], keep="small")
+    _, own = trained(folder, ["--model", "tiny", *common, "--steps", str(steps)], keep="small")
     grown = ["--hidden-size", "128", "--layers", "6", "--sequences", "2"]
     call([sys.executable, "-m", "thinwire", "expand", small, "--to", large, *grown])
     sizes = [f"--llama.{name}" for name in ("hidden-size", "num-hidden-layers", "num-attention-heads")]
@@ -264,6 +265,9 @@ def print_expanded(folder: Path, asked: argparse.Namespace) -> None:
     reached = [number for number, loss in enumerate(smoothed(expanded), 1) if loss <= target]
     share = f"{reached[0] / steps:.2f}" if reached else "more than 1"
     print(f"loss {target:.4f} from scratch: the expanded model has it at {share} of the tokens")
+    print(
+        f"  behind as many tokens it has {smoothed(expanded)[-1]:.4f}; the small one ended at {smoothed(own)[-1]:.4f}"
+    )
 
 
 def smoothed(steps: list[dict[str, Any]], num: int = 20) -> list[float]:

@@ -143,10 +143,11 @@ class Residence:
         return self.options.gradients == AT_ONCE
 
     def at_once(
-        self, inner: SummingOptimizer, states: Any, buckets: Sequence[FlatBucket], across: Mapping[str, Any],
+        self, inner: torch.optim.Optimizer, states: Any, buckets: Sequence[FlatBucket], across: Mapping[str, Any],
         seed: Callable[[], int],
     ) -> StepsAtOnce:  # fmt: skip
         """What steps them. states: BucketStates."""
+        assert isinstance(inner, SummingOptimizer)
         return StepsAtOnce(inner, states, buckets, across, seed)
 
     def commit(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:

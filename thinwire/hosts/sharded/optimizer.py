@@ -67,6 +67,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     """
 
     overlaps = True
+    _at_once: StepsAtOnce | None = None
 
     def __init__(
         self,
@@ -145,29 +146,23 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._saved = ShardedState(
             method, self.states, self._weights, self.comm, self.buckets, self.memory.state, tiling
         )
-        self._at_once: StepsAtOnce | None = None
-        steps_at_once = residence is not None and residence.steps_at_once
-        releases = self.weights_pass or steps_at_once
+        releases = self.weights_pass or (residence is not None and residence.steps_at_once)
         self._gradients = Gradients(self.units, self._weights, self._seeds, releases=releases)
         if overlap or comes_and_goes:
             self._guard_weights()
         self._residence = residence
         if residence is not None:
-            self._join_residence(residence)
-        if residence is not None and steps_at_once:
-            assert isinstance(inner, SummingOptimizer)
-            self._step_at_once(residence.at_once(inner, self.states, self.buckets, across, self._seeds.updates))
+            self._join_residence(residence, across)
 
-    def _step_at_once(self, at_once: StepsAtOnce) -> None:
-        """Let each bucket be stepped when its mean gradients arrive."""
-        self._at_once = self._gradients.keeper = at_once
-        at_once.norms_of, at_once.used = self._norms, self._gradients.used
-
-    def _join_residence(self, residence: Residence) -> None:
+    def _join_residence(self, residence: Residence, across: ParamGroups) -> None:
         """Give the disk what it asks of the optimizer, and go on from the step that it holds, if it holds one."""
         if residence.gradients is not None:
             self._gradients.keeper = residence.gradients
             residence.gradients.norms_of = self._norms
+        if residence.steps_at_once:
+            at_once = residence.at_once(self.inner, self.states, self.buckets, across, self._seeds.updates)
+            self._at_once = self._gradients.keeper = at_once
+            at_once.norms_of, at_once.used = self._norms, self._gradients.used
         if residence.sampler is not None:
             residence.sampler.seed = partial(self._seeds.activations, self.comm.rank)
         if residence.journal is not None:

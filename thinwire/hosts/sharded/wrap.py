@@ -24,7 +24,7 @@ from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Axis, along, open_ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.layout.levels import Levels
-from thinwire.methods.memory import Residency, settled
+from thinwire.methods.memory import Residency, same_everywhere, settled
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.optim import SummingOptimizer
 from thinwire.state.elementwise import check_elementwise, needs_whole_tensors
@@ -97,6 +97,7 @@ def zero(
         named = _trained_parameters(model, optimizer)
         check_elementwise(optimizer)
         given |= {"method": method, "local_size": local_size, "bucket_numel": bucket_numel, "overlap": overlap}
+        given |= same_everywhere(residency)
         given |= {"seed": seed, "checked": checked} | optimizer_options(optimizer, model)
         alike = {n: p for n, p in model.named_parameters() if group_for is None or group_for(n, p) is None}
         given |= parameters_of(alike)

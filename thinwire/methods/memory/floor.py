@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -74,16 +75,18 @@ class Floor:
         largest = max((FP32_BYTES * unit.numel for unit in units_of(method, model, topology)), default=0)
         mean = mean_bytes(plan)
         own = plan.gradients - mean
+        # Those of weights that are used at both ends of the model wait from one to the other.
+        passing_grads = NUM_BUCKETS * largest + max(0, tied_bytes(model) - largest)
         if residency.weights == "disk":
             disk += plan.weights
             parts["weights"] = min(NUM_BUCKETS * largest, plan.weights)
             if micro_batches == 1:
-                own = min(own, NUM_BUCKETS * largest)
+                own = min(own, passing_grads)
         if residency.gradients == "disk":
             disk, mean = disk + mean, min(mean, NUM_MEANS * largest // topology.world_size)
         if residency.gradients == AT_ONCE:
             mean = min(mean, NUM_MEANS * largest // topology.world_size)
-            own = min(own, NUM_BUCKETS * largest) if micro_batches == 1 else own
+            own = min(own, passing_grads) if micro_batches == 1 else own
         parts["gradients"] = own + mean
         if topology.world_size > 1:
             parts["packets"] = int(NUM_SENT * PACKET_SHARE * largest)
@@ -114,6 +117,12 @@ class Floor:
 def mean_bytes(plan: MethodPlan) -> int:
     """Bytes of the mean gradients of which a rank has the masters."""
     return plan.optimizer // NUM_STATES
+
+
+def tied_bytes(model: nn.Module) -> int:
+    """Bytes of the gradients of trained weights that several modules share."""
+    uses = Counter(param for module in model.modules() for param in module._parameters.values() if param is not None)
+    return sum(FP32_BYTES * param.numel() for param, num in uses.items() if num > 1 and param.requires_grad)
 
 
 def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tuple[Unit, ...]:

@@ -216,6 +216,12 @@ class Residency:
         return max(1, min(SUB_GROUP, int(self.memory_bytes * PASSING_SHARE) // (3 * num_kinds * FP32_BYTES)))
 
 
+def same_everywhere(residency: Residency | None) -> dict[str, object]:
+    """What of a residency must be the same on all ranks; None: nothing lies on a disk."""
+    tile, at_once = (None, False) if residency is None else (residency.tile, residency.gradients == AT_ONCE)
+    return {"tile": tile, "gradients that are stepped as they arrive": at_once}
+
+
 def share_of(activations: str) -> float | None:
     """The share of sample:SHARE; None for another word. Raises ConfigError for what is neither, or out of range."""
     word, _, text = activations.partition(":")

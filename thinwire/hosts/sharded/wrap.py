@@ -81,7 +81,8 @@ def zero(
         timeout_s, checked: see Communicator.
         residency: which parts lie on a disk; None: none.
         initial: for a model made by `thinwire.hollow`: returns the first values of a parameter by name, the same on all
-            ranks. Each is asked for once: matrices in order of registration, vectors separately.
+            ranks. Each is asked for once: matrices in order of registration, vectors separately. If it has a method
+            `part(name, rows, columns)`, that is asked for tiles.
         announce: rank 0 prints to stderr what was asked for, what is in effect, and why they differ.
 
     Raises ConfigError for a model or optimizer that can't be sharded, with the reason, and for ranks that were given

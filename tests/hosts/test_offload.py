@@ -215,6 +215,7 @@ def stepped_at_once(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
                 loss = replica.wrapped(batch(step)[rank * 12 : (rank + 1) * 12])
                 loss.backward()
                 replica.optimizer.reduce()
+                assert residency is None or all(param.grad is None for param in replica.model.parameters())
                 held = [bucket.shard_grad.untyped_storage().nbytes() for bucket in replica.optimizer.buckets]  # type: ignore[attr-defined]
                 most = max(most, *held)
                 replica.optimizer.step()

@@ -311,8 +311,10 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         check_at_once(residency, optimizer, limits=limits, max_norm=config.grad_clip)
     problems.raise_any()
     residency, floor = resolved(run, model)
-    if config.compile and (residency.weights == "disk" or residency.activations not in ("auto", "keep")):
-        what = "weights or activations that come and go, or samples of them,"
+    if config.compile and (
+        residency.weights == "disk" or residency.activations not in ("auto", "keep") or residency.tile is not None
+    ):
+        what = "weights or activations that come and go, samples of them, or tiles,"
         problems.messages.append(f"--compile: {what} can't be compiled; leave it out")
     micro_batch = derive(config, config.num_shares).micro_batch
     if residency.is_sliced and config.documents:

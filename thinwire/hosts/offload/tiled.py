@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from thinwire.errors import ConfigError
 
@@ -133,20 +132,17 @@ class TiledLinear(Tiled):
 
 
 class TiledEmbedding(Tiled):
-    """An embedding whose rows lie in several tiles. Only those are used that have a row of the batch."""
+    """An embedding whose rows lie in several tiles. Those without a token of the batch get a gradient of zeros."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The rows of tokens [...]: [..., width]."""
         flat, first, found, places = tokens.reshape(-1), 0, list[Tensor](), list[Tensor]()
         for (strip,) in self.rows():
             at = ((flat >= first) & (flat < first + strip.num_embeddings)).nonzero()[:, 0]
-            if len(at):
-                found.append(strip(flat[at] - first))
-                places.append(at)
+            found.append(strip(flat[at] - first))
+            places.append(at)
             first += strip.num_embeddings
-        if sum(map(len, places)) < len(flat):
-            raise IndexError(f"a token that none of the {first} rows has")
-        if not found:
-            return F.embedding(tokens, self.rows()[0][0].weight)
         order = torch.cat(places).argsort()
+        if len(order) < len(flat):
+            raise IndexError(f"a token that none of the {first} rows has")
         return torch.cat(found)[order].view(*tokens.shape, -1)

@@ -35,6 +35,10 @@ NUM_STATES = 3
 NUM_BUCKETS = 2
 # Of mean gradients that wait on a disk: two are written, or read and stepped, while one is reduced or sent.
 NUM_MEANS = 3
+# Buckets of fewer elements stay in memory.
+SMALL_NUMEL = 100_000
+# Memory through which rows of an embedding pass, and the stack of the thread that reads them.
+ROWS_BYTES = 4 << 20
 # Where weights and gradients would leave less than a third of the budget to all else, they are better on a disk.
 MOST_SHARE = 2 / 3
 # Scratch memory of the messages of a bucket, over its size: gradients as sent, and packets; and messages under way.
@@ -80,6 +84,10 @@ class Floor:
         if residency.weights == "disk":
             disk += plan.weights
             parts["weights"] = min(NUM_BUCKETS * largest, plan.weights)
+            embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+            num_tables = sum(module.weight.numel() >= SMALL_NUMEL for module in embeddings)
+            # That of one is among the process's.
+            parts["rows"] = ROWS_BYTES * max(0, num_tables - 1)
             if micro_batches == 1:
                 own = min(own, passing_grads)
         if residency.gradients == "disk":

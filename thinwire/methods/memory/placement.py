@@ -9,12 +9,10 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
-from thinwire.methods.memory.floor import NUM_STATES, Floor, KeptBytes, mean_bytes, units_of
+from thinwire.methods.memory.floor import NUM_STATES, SMALL_NUMEL, Floor, KeptBytes, mean_bytes, units_of
 from thinwire.methods.memory.residency import FP32_BYTES, Residency
 from thinwire.methods.sharded import ShardedMethod
 
-# Buckets of fewer elements stay in memory.
-SMALL_NUMEL = 100_000
 # Of the room in a budget, what is left for checkpoints, and what of the rest is used for what may stay.
 SPARE_BYTES, USED_SHARE = 100_000_000, 2 / 3
 

@@ -1,7 +1,10 @@
 """What a budget of memory costs: a run whose weights and states lie on a disk, beside the same run in memory.
 
-    python benchmarks/memory.py [--parts budget links optimizers expanded] [--model 125m] [--memory 900mb]
-        [--workers 1] [--rates 200MB/s 400MB/s 800MB/s] [--steps 4] [--store DIR]
+    python benchmarks/memory.py [--budget] [--links] [--optimizers] [--expanded] [--most-minutes 10]
+        [--model NAME] [--memory 900mb] [--workers 1] [--rates 200MB/s 400MB/s 800MB/s] [--steps 4] [--store DIR]
+
+Each flag runs one part; without any, the first. A run that takes longer than --most-minutes is ended, and its part with
+it. The parts have 5, 3, 60 and 3 runs by default.
 
 budget: trains the same steps in memory, then under the budget with the disk as it is, then with the disk held to each
 rate. Prints for each whether losses are equal bit for bit; seconds of a step over those in memory, and over max(seconds
@@ -9,14 +12,19 @@ in memory, bytes / rate), below which no step can be; bytes that the disk moved 
 states; the most anonymous memory of a worker over the budget. Steps are medians without the first two, after which what
 stays in memory is settled.
 
-links: four nodes at 100 Mbit/s in the lab. Prints the tokens per second of sdp4bit with all on a disk over those in
-memory, and over those of weights in bf16 that are cut over the ranks.
+links: four nodes at 100 Mbit/s in the lab, of `demo` by default. Prints the tokens per second of sdp4bit with all on a
+disk over those in memory, and over those of weights in bf16 that are cut over the ranks.
 
 optimizers: prints the bytes of Mini's sums over those of sdp4bit, and the held-out loss over AdamW's of apollo,
 apollo-mini, 8-bit moments, and sampled rows in two epochs: the mean of the seeds at the best of the learning rates.
 
 expanded: trains a small model, expands it, and trains the result and a model of its size from scratch. Prints at which
-share of the tokens from scratch the expanded one has the loss that the other has at its end, its own included.
+share of the tokens from scratch the expanded one has the loss that the other has at its end; tokens of the small one
+are not counted.
+
+No part races DeepSpeed: its path to a disk is an extension that is compiled against libaio when it is first used, and
+0.19.8 refuses it where libaio's headers are missing. Where they are there, `thinwire compare` takes a script of it as a
+contestant `cmd:`.
 
 benchmarks/losses.py has the time and memory of a cut loss.
 """
@@ -26,14 +34,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from threading import Event, Timer
+from typing import IO, Any
 
 from thinwire.collectives import Topology
 from thinwire.errors import Problems
@@ -46,6 +59,8 @@ from thinwire.run.residency import resolved
 from thinwire.run.run import Run
 
 WARM_UP, POLL_S = 2, 0.05
+# Of one run.
+MOST_MINUTES = [10.0]
 
 
 @dataclass(frozen=True)
@@ -64,11 +79,11 @@ class Trained:
 
 
 def train(folder: Path, words: list[str]) -> Trained:
-    """Run `thinwire train`; raises SystemExit with its output where it fails."""
+    """Run `thinwire train`; raises TooLong, and SystemExit with its output where it fails."""
     run_dir = folder / "run"
     command = [sys.executable, "-m", "thinwire", "train", *words, "--run-dir", str(run_dir), "--overwrite"]
     log, peak_bytes = folder / "log", 0
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+    with log.open("w") as out, started(command, out) as process:
         while process.poll() is None:
             peak_bytes = max(peak_bytes, *anonymous_bytes(str(run_dir)), 0)
             time.sleep(POLL_S)
@@ -76,6 +91,31 @@ def train(folder: Path, words: list[str]) -> Trained:
         raise SystemExit(log.read_text()[-4000:])
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return Trained([json.loads(line) for line in lines], peak_bytes)
+
+
+class TooLong(Exception):
+    """A run took longer than --most-minutes."""
+
+
+@contextmanager
+def started(command: list[str], out: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, which is ended with all that it has started when its time is over."""
+    process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    is_late = Event()
+
+    def end() -> None:
+        is_late.set()
+        os.killpg(process.pid, signal.SIGTERM)
+
+    timer = Timer(60 * MOST_MINUTES[0], end)
+    timer.start()
+    try:
+        yield process
+        process.wait()
+    finally:
+        timer.cancel()
+    if is_late.is_set():
+        raise TooLong(f"took longer than {MOST_MINUTES[0]:g} minutes: {shlex.join(command[2:])}")
 
 
 def anonymous_bytes(run_dir: str) -> list[int]:
@@ -109,8 +149,9 @@ def stated_bytes(words: list[str]) -> int:
 def print_budget(folder: Path, asked: argparse.Namespace) -> None:
     """Steps under a budget over steps in memory."""
     common = {
-        "model": asked.model, "workers": asked.workers, "local-size": 1, "micro-batch": 1, "steps": asked.steps,
-        "seq-len": asked.seq_len, "eval-sequences": 0, "sample-tokens": 0, "checkpoint-every": 0, "timeout": 3000,
+        "model": asked.model or "125m", "workers": asked.workers, "local-size": 1, "micro-batch": 1,
+        "steps": asked.steps, "seq-len": asked.seq_len, "eval-sequences": 0, "sample-tokens": 0,
+        "checkpoint-every": 0, "timeout": 3000,
     }  # fmt: skip
     words = [part for name, value in common.items() for part in (f"--{name}", str(value))]
     budget = [*words, "--memory", asked.memory, "--store", asked.store, "--residency.weights", "disk"]
@@ -146,26 +187,20 @@ def trained(
 
 
 def call(command: list[str]) -> None:
-    """Run a command; raises SystemExit with the end of its output where it fails."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout[-4000:])
+    """Run a command; raises TooLong, and SystemExit with the end of its output where it fails."""
+    with tempfile.TemporaryFile("w+") as out:
+        with started(command, out) as process:
+            process.wait()
+        if process.returncode:
+            out.seek(0)
+            raise SystemExit(out.read()[-4000:])
 
 
-def print_links(folder: Path, model: str, steps: int, store: str) -> None:
+def print_links(folder: Path, asked: argparse.Namespace) -> None:
     """Tokens per second on four slow links: sdp4bit in memory and on a disk, and weights that are cut."""
-    common = [
-        "--model",
-        model,
-        "--local-size",
-        "1",
-        "--micro-batch",
-        "1",
-        "--steps",
-        str(steps),
-        "--eval-sequences",
-        "0",
-    ]
+    model, steps, store = asked.model or "demo", asked.steps, asked.store
+    common = ["--model", model, "--local-size", "1", "--micro-batch", "1", "--steps", str(steps)]
+    common += ["--eval-sequences", "0"]
     on_disk = ["--store", store, "--residency.optimizer", "disk"]
     cut = ["--frontier.weights-over", "4", "--frontier.gradients-over", "4", "--frontier.weights", "bf16"]
     ways = {
@@ -182,8 +217,9 @@ def print_links(folder: Path, model: str, steps: int, store: str) -> None:
         print(f"  on a disk over {way}: {rates['on a disk'] / rates[way]:.2f}")
 
 
-def print_optimizers(folder: Path, steps: int, seeds: int, rates: list[str]) -> None:
+def print_optimizers(folder: Path, asked: argparse.Namespace) -> None:
     """Held-out losses over AdamW's, and what Mini's sums send."""
+    steps, seeds, rates = asked.train_steps, asked.seeds, asked.lrs
     text, needed = folder / "text.txt", steps // 2 * 8 * 256
     content = b"".join(path.read_bytes() for path in sorted(Path(json.__file__).parents[1].glob("*.py")))
     # Half of the steps pass through the text once.
@@ -201,8 +237,8 @@ def print_optimizers(folder: Path, steps: int, seeds: int, rates: list[str]) -> 
         for rate in rates:
             own = []
             for seed in range(seeds):
-                asked = [*common, "--steps", str(steps), "--lr", rate, "--seed", str(seed), "--data", str(text)]
-                summary, _ = trained(folder, [*asked, *words])
+                own_words = [*common, "--steps", str(steps), "--lr", rate, "--seed", str(seed), "--data", str(text)]
+                summary, _ = trained(folder, [*own_words, *words])
                 own.append(summary["heldout_loss"])
                 sent[way] = summary["sent_by"]
             losses.append(sum(own) / seeds)
@@ -212,11 +248,12 @@ def print_optimizers(folder: Path, steps: int, seeds: int, rates: list[str]) -> 
     print(f"Mini's sums: {sums / sum(sent['adamw'].values()):.4f} of sdp4bit's bytes")
 
 
-def print_expanded(folder: Path, steps: int) -> None:
+def print_expanded(folder: Path, asked: argparse.Namespace) -> None:
     """At which share of the tokens an expanded model has the loss of one from scratch."""
+    steps = asked.train_steps
     common = ["--workers", "2", "--local-size", "1", "--strategy", "sdp4bit", "--micro-batch", "4", "--lr", "0.003"]
     small, large = str(folder / "small"), str(folder / "large")
-    trained(folder, ["--model", "tiny", *common, "--steps", str(steps)], keep="small")
+    _, own = trained(folder, ["--model", "tiny", *common, "--steps", str(steps)], keep="small")
     grown = ["--hidden-size", "128", "--layers", "6", "--sequences", "2"]
     call([sys.executable, "-m", "thinwire", "expand", small, "--to", large, *grown])
     sizes = [f"--llama.{name}" for name in ("hidden-size", "num-hidden-layers", "num-attention-heads")]
@@ -228,6 +265,9 @@ def print_expanded(folder: Path, steps: int) -> None:
     reached = [number for number, loss in enumerate(smoothed(expanded), 1) if loss <= target]
     share = f"{reached[0] / steps:.2f}" if reached else "more than 1"
     print(f"loss {target:.4f} from scratch: the expanded model has it at {share} of the tokens")
+    print(
+        f"  behind as many tokens it has {smoothed(expanded)[-1]:.4f}; the small one ended at {smoothed(own)[-1]:.4f}"
+    )
 
 
 def smoothed(steps: list[dict[str, Any]], num: int = 20) -> list[float]:
@@ -236,10 +276,17 @@ def smoothed(steps: list[dict[str, Any]], num: int = 20) -> list[float]:
     return [sum(losses[max(0, end - num) : end]) / min(num, end) for end in range(1, len(losses) + 1)]
 
 
+PARTS: dict[str, Callable[[Path, argparse.Namespace], None]] = {
+    "budget": print_budget, "links": print_links, "optimizers": print_optimizers, "expanded": print_expanded,
+}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", default=["budget"], choices=("budget", "links", "optimizers", "expanded"))
-    parser.add_argument("--model", default="125m")
+    for part in PARTS:
+        parser.add_argument(f"--{part}", action="store_true")
+    parser.add_argument("--most-minutes", type=float, default=MOST_MINUTES[0], help="of one run")
+    parser.add_argument("--model", help="by default 125m, and demo for links")
     parser.add_argument("--memory", default="900mb")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rates", nargs="*", default=["200MB/s", "400MB/s", "800MB/s"])
@@ -253,16 +300,14 @@ def main() -> None:
     if asked.steps <= WARM_UP:
         parser.error(f"--steps {asked.steps}: the first {WARM_UP} are not counted; nearest: {WARM_UP + 1}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    MOST_MINUTES[0] = asked.most_minutes
+    wanted = [part for part in PARTS if getattr(asked, part)] or ["budget"]
     with tempfile.TemporaryDirectory(dir=".") as name:
-        folder = Path(name).absolute()
-        if "budget" in asked.parts:
-            print_budget(folder, asked)
-        if "links" in asked.parts:
-            print_links(folder, asked.model, asked.steps, asked.store)
-        if "optimizers" in asked.parts:
-            print_optimizers(folder, asked.train_steps, asked.seeds, asked.lrs)
-        if "expanded" in asked.parts:
-            print_expanded(folder, asked.train_steps)
+        for part in wanted:
+            try:
+                PARTS[part](Path(name).absolute(), asked)
+            except TooLong as error:
+                print(f"{part}: {error}", flush=True)
 
 
 if __name__ == "__main__":

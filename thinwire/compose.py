@@ -47,7 +47,7 @@ from thinwire.islands.optimizer import INSIDE
 from thinwire.layout.mesh import AXES, check_axis, check_beside
 from thinwire.methods.experts import ExpertParallel, check_data_method
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Residency, resident_method
+from thinwire.methods.memory import Residency, resident_method, same_everywhere
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.across import check_across, ranks_across
 from thinwire.methods.pipeline.cut import layers_of
@@ -532,7 +532,7 @@ def parallelize(
         given = AxisMethods.of(methods, model, mesh, has_initial=initial is not None)
         check_joint(optimizer, sizes_of(mesh))
         alike |= {"methods": given.alike, "local_size": local_size, "overlap": overlap, "seed": seed}
-        alike |= {"checked": checked} | optimizer_options(optimizer, model)
+        alike |= {"checked": checked} | optimizer_options(optimizer, model) | same_everywhere(given.residency)
     names, method, part, stages, tensor, experts = names_of(mesh), given.method, None, None, None, None
     of_ranks: dict[str, Any] = {"seed": seed, "timeout_s": timeout_s, "checked": checked}
     of_island = " of this island" if isinstance(method, Connected) else ""

@@ -12,26 +12,32 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload import spill
 from thinwire.hosts.offload.activations import in_slices, kept_by, kept_bytes, recompute
+from thinwire.hosts.offload.tiling import tile
 from thinwire.losses import cut_loss
 from thinwire.models.llama import PRESETS, Llama
 from thinwire.tiers import Pace, TierMeter
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("loss", "recomputes", "ties"), [("plain", False, False), ("cut", True, True)])
-def test_what_is_kept_is_known_before(dtype: str, loss: str, recomputes: bool, ties: bool) -> None:
+@pytest.mark.parametrize(
+    ("loss", "recomputes", "ties", "tiles"),
+    [("plain", False, False, None), ("cut", True, True, None), ("cut", False, False, "lm_head=1x4")],
+)
+def test_what_is_kept_is_known_before(dtype: str, loss: str, recomputes: bool, ties: bool, tiles: str | None) -> None:
     # Short sequences take another attention, which keeps its weights.
     for seq_len in (40, 520):
         config = replace(PRESETS["tiny"], num_hidden_layers=3, vocab_size=600, tie_word_embeddings=ties)
         model, tokens = Llama(config), torch.zeros(2, seq_len, dtype=torch.int64)
         if loss == "cut":
             cut_loss(model, model.lm_head)
+        if tiles is not None:
+            tile(model, tiles)
         if recomputes:
             recompute(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
             kept = kept_bytes(model, tokens, tokens)
-        assert kept == kept_by(config, loss, 2, seq_len, dtype, recomputes=recomputes)
-        assert kept <= kept_by(config, loss, 2, seq_len, recomputes=recomputes)
+        assert kept == kept_by(config, loss, 2, seq_len, dtype, recomputes=recomputes, tile=tiles)
+        assert kept <= kept_by(config, loss, 2, seq_len, recomputes=recomputes, tile=tiles)
 
 
 def test_slices_of_a_batch_give_what_the_batch_gives() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import thinwire
-from tests.checkpoint.replicas import STRATEGIES, Net, Replica, atoms
+from tests.checkpoint.replicas import STRATEGIES, Net, Replica, atoms, batch
 from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.compose import apply
@@ -35,6 +35,7 @@ def ways(folder: Path) -> dict[str, Residency | None]:
         "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
         "slices": Residency(store=store, weights="disk", optimizer="memory", slices=2),
         "offload": Residency(store=store, optimizer="memory", activations="offload"),
+        "inputs away": Residency(store=store, optimizer="memory", activations="recompute:disk"),
         "all away": Residency(store=store, weights="disk", activations="offload"),
     }
 
@@ -191,6 +192,69 @@ def across_ways(folder: Path) -> dict[str, Residency | None]:
     }
 
 
+def at_once_ways(folder: Path) -> dict[str, Residency | None]:
+    """Gradients wait, and nothing is clipped; buckets are stepped as gradients arrive, in memory and on the disk."""
+    store: dict[str, Any] = {"store": str(folder / "at_once"), "gradients": "step"}
+    return {
+        "memory": None,
+        "step": Residency(optimizer="memory", gradients="step"),
+        "disk": Residency(**store, weights="disk"),
+        "stays": Residency(**store, memory="100gb"),
+    }
+
+
+def stepped_at_once(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
+    """Apollo and Mini: three steps, of which the second has a bucket without a finite gradient on one rank."""
+    cut_small()
+    told: dict[Any, Any] = {}
+    for kind in ("apollo", "apollo-mini"):
+        for way, residency in at_once_ways(folder).items():
+            replica = across(kind, rank, world_size, residency)
+            losses, most, before = [], 0, replica.optimizer.comm.meter.snapshot().sent_bytes
+            for step in range(STEPS):
+                loss = replica.wrapped(batch(step)[rank * 12 : (rank + 1) * 12])
+                loss.backward()
+                replica.optimizer.reduce()
+                assert residency is None or all(param.grad is None for param in replica.model.parameters())
+                held = [bucket.shard_grad.untyped_storage().nbytes() for bucket in replica.optimizer.buckets]  # type: ignore[attr-defined]
+                most = max(most, *held)
+                replica.optimizer.step()
+                replica.optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            replica.optimizer.synchronize()
+            sent = replica.optimizer.comm.meter.snapshot().sent_bytes - before
+            told[kind, way, "sent"] = sent, STEPS * replica.optimizer.bytes_per_step
+            with thinwire.whole(replica.model):
+                told[kind, way] = losses, {name: p.detach().clone() for name, p in replica.model.named_parameters()}
+            told[kind, way, "held"] = most
+            if residency is not None:
+                with pytest.raises(ConfigError, match="before the norm of all is known"):
+                    replica.optimizer.clip_grad_norm_(1.0)
+                told[kind, way, "nan"] = with_a_nan(replica, rank)
+            replica.optimizer.close()
+    return told
+
+
+def with_a_nan(replica: Replica, rank: int) -> list[str]:
+    """The parameters that a step moves in which one rank's gradient of one matrix is not a number."""
+    with thinwire.whole(replica.model):
+        before = {name: param.detach().clone() for name, param in replica.model.named_parameters()}
+    poisoned = replica.model.get_parameter("layers.0.weight").register_hook(lambda g: g * float("nan") if rank else g)
+    replica.wrapped(batch(9)[rank * 12 : (rank + 1) * 12]).backward()
+    replica.optimizer.step()
+    replica.optimizer.zero_grad()
+    poisoned.remove()
+    assert replica.optimizer.skipped_steps == 1
+    replica.wrapped(batch(10)[rank * 12 : (rank + 1) * 12]).backward()
+    replica.optimizer.step()
+    replica.optimizer.synchronize()
+    replica.optimizer.check_replicas()
+    with thinwire.whole(replica.model):
+        after = dict(replica.model.named_parameters())
+        assert all(bool(torch.isfinite(param).all()) for param in after.values())
+        return [name for name, param in after.items() if not torch.equal(param, before[name])]
+
+
 def looking_across(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
     """Each optimizer and way: three steps, a checkpoint, two more steps; and two from what another way has saved."""
     cut_small()
@@ -220,9 +284,10 @@ def assert_same(one: Any, other: Any) -> None:
 def test_a_disk_changes_no_bit(first: list[dict[Any, Any]]) -> None:
     for told in first:
         for name in NAMES:
-            for way in ("1024", "99328", "all", "weights", "recompute", "offload", "all away"):
+            for way in ("1024", "99328", "all", "weights", "recompute", "offload", "inputs away", "all away"):
                 for part in (0, 1):
                     assert_same(told[name, way][part], told[name, "memory"][part])
+            assert told["read", name, "inputs away"] > 0
 
 
 def test_slices_of_a_micro_batch_read_weights_once(first: list[dict[Any, Any]]) -> None:
@@ -289,6 +354,18 @@ def test_what_looks_across_matrices_passes_through_memory_bit_for_bit(tmp_path: 
                 is_same, again = told[kind, way, "again"]
                 assert is_same
                 assert_same(again, told[kind, "memory"][1])
+
+
+def test_apollo_steps_buckets_as_gradients_arrive_and_keeps_none(tmp_path: Path) -> None:
+    for told in run_workers(stepped_at_once, 2, tmp_path):
+        for kind in ("apollo", "apollo-mini"):
+            assert told[kind, "memory", "held"] > 0
+            for way in ("step", "disk", "stays"):
+                assert_same(told[kind, way], told[kind, "memory"])
+                assert told[kind, way, "held"] == 0
+                sent, promised = told[kind, way, "sent"]
+                assert sent == promised
+                assert "layers.1.weight" in told[kind, way, "nan"]
 
 
 def test_another_world_takes_what_lay_on_a_disk(first: list[dict[Any, Any]], folder: Path) -> None:

@@ -155,6 +155,9 @@ def test_bf16_sums(accumulation: str) -> None:
         assert float((own.double() - true).norm() / true.norm()) < bound
 
 
+EPSILON = torch.finfo(torch.float32).eps
+
+
 def filtered(kind: str | None, draw: int, unlikely: float) -> tuple[int, Tensor, Tensor]:
     """Rows of c that tiles have given a gradient, and both gradients, where few words are likely."""
     source = torch.Generator().manual_seed(4)
@@ -179,6 +182,25 @@ def test_sorting_lets_drop_leave_out_unlikely_words() -> None:
     # One tile of likely words, of sixteen.
     assert kept == 128
     assert float((of_e - true_e).norm() / true_e.norm()) < 1e-3 and float((of_c - true_c).norm() / true_c.norm()) < 1e-3
+
+
+def test_drop_loses_what_pushes_all_words_down_before_training() -> None:
+    """With an untrained head no word is likely: tiles without a target go, and with them their whole gradient."""
+    source = torch.Generator().manual_seed(0)
+    e, c = (torch.randn(shape, generator=source).mul_(0.05).requires_grad_() for shape in ((64, 16), (8192, 16)))
+    targets = torch.randint(0, 4, (64,), generator=source)
+    found = {}
+    for kind in (None, "drop"):
+        losses, _ = Tiles.apply(e, c, None, targets, Tiling(filter_c=kind, tokens=32, words=128))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("thinwire.losses.tiles.LEAST_SHARE", torch.finfo(torch.bfloat16).eps / EPSILON / 32)
+            (found[kind],) = torch.autograd.grad(losses.sum(), c)
+    exact, dropped = found[None], found["drop"]
+    kept = dropped.any(1)
+    assert 4 <= int(kept.sum()) <= 4 * 128 and bool(exact.any(1).all())
+    # Summed over words it is 0: what targets pull up, all words push down. Nearly all of that is lost.
+    assert float(exact.sum(0).norm()) < 1e-4 * float(exact.norm())
+    assert float(dropped.sum(0).norm()) > 0.9 * float(dropped[:4].sum(0).norm()) > 0.0
 
 
 def test_unbiased_is_right_on_average() -> None:

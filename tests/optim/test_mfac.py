@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import thinwire
 from thinwire.compose import check_joint
@@ -45,6 +46,17 @@ def test_the_inverse_equals_that_of_the_dense_matrix(page: int) -> None:
     torch.testing.assert_close(1e9 * thinwire.InverseFisher(rows, 1e9).product(x), x, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match="damping 0: must be above 0"):
         thinwire.InverseFisher(rows, 0)
+
+
+def test_a_product_costs_in_proportion_to_the_elements() -> None:
+    """Multiplications for 4 times as many elements, beside those of the matrix of gradients alone."""
+    flops = {}
+    for num in (500, 2000):
+        fisher = thinwire.InverseFisher(torch.randn(8, num, generator=torch.Generator().manual_seed(0)), DAMPING)
+        with FlopCounterMode(display=False) as counter:
+            fisher.product(torch.ones(num))
+        flops[num] = counter.get_total_flops()
+    assert 3 < flops[2000] / flops[500] < 6
 
 
 class Vectors(nn.Module):

@@ -39,6 +39,7 @@ def test_records_come_back_from_disk_and_memory(tmp_path: Path) -> None:
     assert moved.read_bytes == (5 + 5 + 3) * record
     assert moved.written_bytes == (5 + 5 + 3 + 3 + 2) * record
     assert own.pool.num_bytes == (3 + 2) * record
+    assert sum(file.num_bytes for file in own.files.values()) == 5 * record
     own.close()
     assert not list(tmp_path.iterdir())
 

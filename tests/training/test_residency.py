@@ -18,6 +18,8 @@ from thinwire.run.config import TrainConfig
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run
 
+CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-over", "2"]
+
 
 @pytest.mark.parametrize(
     ("words", "told"),
@@ -29,6 +31,11 @@ from thinwire.run.run import Run
         (["--memory", "2gb", "--optimizer", "muon"], "muon looks across matrices"),
         (["--memory", "2gb", "--optimizer", "mfac", "--residency.durable", "true"], "its pieces have one slot each"),
         (["--memory", "2gb", "--residency.memory", "3gb"], "--memory 2gb and --residency.memory 3gb: give one"),
+        (["--memory", "2gb", "--residency.tile", "8"], "nearest: '1x8'"),
+        (["--memory", "2gb", "--residency.tile", "1x8"], "nearest: model.embed_tokens=1x8"),
+        (["--residency.tile", "head=2x8", "--loss", "cut"], "nearest: --residency.tile lm_head=1x16"),
+        (["--residency.tile", "head=1x8", "--optimizer", "apollo"], "tile: apollo looks across matrices"),
+        (["--residency.tile", "head=1x8", "--strategy", "frontier", *CUT], "frontier gathers weights by layers, whole"),
         (["--slices", "9", "--micro-batch", "4"], "a micro-batch has 4 sequences; nearest: --slices 4"),
         (["--slices", "2", "--documents", "true"], "--slices with --documents"),
         (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not supported"),
@@ -46,7 +53,8 @@ def test_a_budget_decides_what_lies_where() -> None:
     """125m on 4 ranks: 340 MB of weights, as much of gradients; activations a sequence 235 MB, 360 MB in bf16."""
     skeleton = build_skeleton("125m", 256, 256)
     chosen = {}
-    cases: list[tuple[str, Any]] = [("4gb", "bf16"), ("1100mb", "fp32"), ("1100mb", "auto"), ("700mb", "fp32")]
+    cases: list[tuple[str, Any]] = [("4gb", "bf16"), ("1100mb", "fp32"), ("1100mb", "auto"), ("750mb", "fp32")]
+    cases.append(("700mb", "fp32"))
     for memory, dtype in cases:
         config = TrainConfig(
             model="125m", workers=4, local_size=1, micro_batch=1, memory=memory, store="/var/tmp", dtype=dtype
@@ -55,7 +63,7 @@ def test_a_budget_decides_what_lies_where() -> None:
         chosen[memory, dtype] = residency.weights, residency.gradients, residency.activations
         floor.check(residency.memory_bytes)
     expected = [("memory", "memory", "keep"), ("disk", "memory", "keep"), ("disk", "disk", "keep")]
-    expected.append(("disk", "disk", "recompute"))
+    expected += [("disk", "disk", "recompute"), ("disk", "disk", "recompute:disk")]
     assert chosen == dict(zip(cases, expected, strict=True))
 
 

@@ -137,7 +137,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], more: Mapping[str, A
         with SummedFile(folder / DATA_FILE) as file:
             for name, piece in pieces.items():
                 if piece.values.numel():
-                    chunks[name] = _write_boxes(file, piece)
+                    chunks.setdefault(piece.name or name, []).extend(_write_boxes(file, piece))
     except RuntimeError as error:
         context: BaseException | None = error
         # torch.save fails a second time when it closes a file that the disk refused.

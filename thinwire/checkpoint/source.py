@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import Index, read_part, read_pieces
+from thinwire.checkpoint.dcp import Index, StoredBox, read_part, read_pieces
 from thinwire.checkpoint.folder import Manifest
 from thinwire.checkpoint.parts import CheckpointError, parts_of, rank_of
 from thinwire.checkpoint.state import Piece, Share, dtype_named, from_tree, own_name, tensors_of
@@ -48,6 +48,8 @@ class Source:
         self.is_exact = True
         self.is_same = False
         # Maps a host's piece to the checkpoint's tensors; the identity unless a mesh cuts the tensors.
+        # The name in the checkpoint of a host's piece, and of what belongs to a parameter; the identity without tiles.
+        self.name_of: Callable[[str], str] = lambda name: name
         self.place_piece: Callable[[str, Piece], Piece] = lambda name, piece: piece
         # Selects from a whole flat parameter the values that a rank of this mesh needs.
         self.part_of: Callable[[str, Tensor], Tensor] = lambda name, values: values
@@ -88,11 +90,14 @@ class Source:
         return sorted({name.split("/")[1] for name in self._index if name.startswith(f"{group}/")})
 
     def has(self, name: str) -> bool:
-        return name in self._index
+        return name in self._index or self.name_of(name) in self._index
 
     def holds(self, name: str, numel: int) -> bool:
         """Whether there is a tensor of that name with `numel` elements."""
-        return self.has(name) and self._index[name][0].numel == numel
+        return self.has(name) and self._chunks(name)[0].numel == numel
+
+    def _chunks(self, name: str) -> list[StoredBox]:
+        return self._index.get(self.name_of(name), [])
 
     @property
     def norms(self) -> dict[str, Any] | None:
@@ -109,7 +114,7 @@ class Source:
 
     def scalar(self, kind: str, name: str) -> float | None:
         """A number that the optimizer held for a parameter, if any."""
-        found = (part["scalars"].get(kind, {}).get(name) for part in self._parts.values())
+        found = (part["scalars"].get(kind, {}).get(self.name_of(name)) for part in self._parts.values())
         return next((value for value in found if value is not None), None)
 
     @property
@@ -118,7 +123,8 @@ class Source:
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
         """Fill the values of these pieces. Raises CheckpointError for elements that are not there."""
-        read_pieces(self.folder, self._index, {name: self.place_piece(name, p) for name, p in pieces.items()})
+        index = {name: self._chunks(name) for name in pieces}
+        read_pieces(self.folder, index, {name: self.place_piece(name, p) for name, p in pieces.items()})
 
     def own(self, key: str, rank: int | None = None) -> Any:
         """A part of a rank's own state; by default of the old rank that this rank continues."""
@@ -138,7 +144,7 @@ class Source:
 
     def mean_of(self, kind: str, name: str) -> Tensor | None:
         """Mean over ranks of what they remembered of a parameter, fp32 [numel]; None if nothing was saved."""
-        shares = self._shares.get(kind, {}).get(name)
+        shares = self._shares.get(kind, {}).get(self.name_of(name))
         if not shares:
             return None
         self._taken.add(kind)

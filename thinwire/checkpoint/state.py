@@ -23,6 +23,7 @@ class Piece:
         values: [n], a view of the memory that is saved or loaded.
         is_copy: every rank holds the same values, so any of them may save them.
         holders: the ranks that hold the same values; empty for all ranks.
+        name: of the tensor in a checkpoint, if a rank holds several pieces of it; empty: the key of the piece.
         run, row, first: where the tensor is cut inside its rows, a rank's part has elements [first, first + run) of
             each `row` elements, and `offset` counts in that part. 0: the rows are not cut.
     """
@@ -35,6 +36,7 @@ class Piece:
     row: int = 0
     first: int = 0
     holders: tuple[int, ...] = ()
+    name: str = ""
 
     def boxes(self) -> Iterator[Box]:
         """The piece as boxes of the whole tensor: one box, or up to three where rows are cut."""

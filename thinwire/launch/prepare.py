@@ -25,6 +25,7 @@ from thinwire.data.loader import count_sequences
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems, counted
 from thinwire.hosts.experts.parallel import check_experts
+from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.apart import apart
 from thinwire.launch.machine import choose_dtype, free_port, port_is_free, threads_per_worker
@@ -33,7 +34,7 @@ from thinwire.layout.mesh import MeshShape, check_beside
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import check_across, resident_method
+from thinwire.methods.memory import Residency, check_across, check_at_once, resident_method
 from thinwire.methods.pipeline.across import REPLICAS
 from thinwire.methods.pipeline.cut import SPREAD, layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
@@ -66,7 +67,7 @@ from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
 from thinwire.run.config import AUTO, FIXED_ON_RESUME, TrainConfig, check_num_ranks, derive, range_errors, with_derived
 from thinwire.run.effects import batch_row, late_rows, pipeline_rows, rate_row, resume_rows, unused_rows
-from thinwire.run.optimizer import name_of
+from thinwire.run.optimizer import limits_itself, name_of
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run, island_size, tables_in_effect, tokens_of
 from thinwire.run.run_dir import RunDir
@@ -303,9 +304,17 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         problems.messages.append(
             f"residency: {optimizer} looks across matrices, and from a disk it gets pieces; nearest: adamw"
         )
+    with problems.collect():
+        check_tile(config, run, residency, model)
+    with problems.collect():
+        limits = limits_itself(run.config.optimizer or "")
+        check_at_once(residency, optimizer, limits=limits, max_norm=config.grad_clip)
+    problems.raise_any()
     residency, floor = resolved(run, model)
-    if config.compile and (residency.weights == "disk" or residency.activations not in ("auto", "keep")):
-        what = "weights or activations that come and go, or samples of them,"
+    if config.compile and (
+        residency.weights == "disk" or residency.activations not in ("auto", "keep") or residency.tile is not None
+    ):
+        what = "weights or activations that come and go, samples of them, or tiles,"
         problems.messages.append(f"--compile: {what} can't be compiled; leave it out")
     micro_batch = derive(config, config.num_shares).micro_batch
     if residency.is_sliced and config.documents:
@@ -321,6 +330,26 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
         problems.note(check_folder, residency.folder, num_here * floor.disk)
     problems.raise_any()
+
+
+def check_tile(config: TrainConfig, run: Run, residency: Residency, model: nn.Module) -> None:
+    """Raise ConfigError for tiles that there can't be. model: only its shapes are used."""
+    if residency.tile is None:
+        return
+    optimizer, topology = (
+        name_of(run.config.optimizer or ""),
+        Topology.stated(config.world_size, config.local_size or config.workers),
+    )
+    if optimizer in (*NAMED, *JOINT, *WHOLE):
+        raise ConfigError(f"tile: {optimizer} looks across matrices, and a tile would be one to it; nearest: adamw")
+    if resident_method(run.strategy).levels(topology).weights_over > 1:
+        raise ConfigError(f"tile: {config.strategy} gathers weights by layers, whole; nearest: --strategy sdp4bit")
+    shapes = tiled_shapes(model, residency.tile)
+    if loss_of(config)[0] == "cut":
+        head = model.lm_head if isinstance(model, Llama) else head_of(model)
+        name = next(name for name, module in model.named_modules() if module is head)
+        # Raises if the logits of a tile are none.
+        getattr(shapes.get_submodule(name), "strips", None)
 
 
 def check_islands(config: TrainConfig, run: Run) -> None:

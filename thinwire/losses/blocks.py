@@ -37,6 +37,13 @@ def slope_of(logits: Tensor, softcap: float) -> Tensor:
     return logits.div(softcap).square_().neg_().add_(1)
 
 
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has no values to be counted."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
 class Sums:
     """A sum of products [rows, columns], in the shape of `like`.
 

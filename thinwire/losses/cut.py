@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.losses.blocks import ACCUMULATIONS, logits_of
+from thinwire.losses.blocks import ACCUMULATIONS, is_fake, logits_of
 from thinwire.losses.fused import FusedCrossEntropy
 from thinwire.losses.tiles import FILTERS, Tiles, Tiling
 
@@ -117,7 +117,7 @@ def cut_cross_entropy(
         e, targets = e[..., :-shift, :], targets[..., shift:]
     shape, e, targets = targets.shape, e.reshape(-1, e.shape[-1]), targets.reshape(-1)
     counts = targets != ignore_index
-    num = int(counts.sum()) if not _is_fake(counts) else len(targets)
+    num = int(counts.sum()) if not is_fake(counts) else len(targets)
     if num < len(targets):
         e, targets = e[counts], targets[counts]
     scale = 1 / max(num, 1) if reduction == "mean" else 1.0
@@ -213,10 +213,3 @@ def _spread(values: Tensor, counts: Tensor, shape: torch.Size) -> Tensor:
         return values.view(shape)
     found = torch.zeros(counts.shape, dtype=values.dtype, device=values.device)
     return found.masked_scatter(counts, values).view(shape)
-
-
-def _is_fake(x: Tensor) -> bool:
-    """Whether a tensor has no values to be counted."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return x.is_meta or isinstance(x, FakeTensor)

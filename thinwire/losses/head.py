@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 from thinwire.losses.cut import cut_cross_entropy
+from thinwire.losses.strips import strip_cross_entropy
 
 # Of a micro-batch's logits in fp32; from here on `auto` takes `cut`.
 LARGE_BYTES = 256 << 20
@@ -25,16 +26,15 @@ def loss_in_effect(asked: str, num_tokens: int, vocab_size: int) -> tuple[str, s
     return effect, f"{shown}; from {LARGE_BYTES / 1e6:.0f} MB on they are cut"
 
 
-def head_of(model: nn.Module) -> nn.Linear:
-    """The Linear whose output is what `model(tokens)` returns, found by a forward of two tokens.
+def head_of(model: nn.Module) -> nn.Module:
+    """The Linear, or Linear in strips, whose output is what `model(tokens)` returns, found by a forward of two tokens.
 
     Raises ConfigError for a model that does something else to its logits, such as a soft-cap or a scale.
     """
-    linears = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    given: dict[int, nn.Linear] = {}
+    linears = [each for each in model.modules() if isinstance(each, nn.Linear) or hasattr(type(each), "strips")]
+    given: dict[int, nn.Module] = {}
 
     def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        assert isinstance(module, nn.Linear)
         given[id(output)] = module
         kept.append(output)
 
@@ -55,12 +55,12 @@ def head_of(model: nn.Module) -> nn.Linear:
     return given[id(logits)]
 
 
-def cut_loss(model: nn.Module, head: nn.Linear | None = None) -> None:
+def cut_loss(model: nn.Module, head: nn.Module | None = None) -> None:
     """Make `model(tokens, targets)` compute its loss without logits; `model(tokens)` returns them as before.
 
     During `model(tokens, targets)`, `head`, by default `head_of(model)`, returns the mean loss of `cut_cross_entropy`
     in place of the logits, and the model must pass it on. The head is still called as a module, so hooks of hosts
-    around its forward run.
+    around its forward run. A head with `strips`, Linears of consecutive words, is used strip by strip.
     """
     head, own = head or head_of(model), model.forward
 
@@ -68,20 +68,20 @@ def cut_loss(model: nn.Module, head: nn.Linear | None = None) -> None:
         if targets is None:
             return own(tokens)
         before: Any = vars(head).get("forward")
-        head.forward = _giving(head, targets)  # type: ignore[method-assign, assignment]
+        head.forward = _giving(head, targets)
         try:
             return own(tokens, targets, *more)
         finally:
             if before is None:
                 del head.forward
             else:
-                head.forward = before  # type: ignore[method-assign]
+                head.forward = before
 
     model.forward = forward
     vars(model)["gives_loss"] = True
 
 
-def _giving(head: nn.Linear, targets: Tensor) -> Callable[[Tensor], Tensor]:
+def _giving(head: Any, targets: Tensor) -> Callable[[Tensor], Tensor]:
     """A forward of the head that gives the mean loss; under autocast products are computed in its dtype."""
 
     def loss(hidden: Tensor) -> Tensor:
@@ -89,6 +89,10 @@ def _giving(head: nn.Linear, targets: Tensor) -> Callable[[Tensor], Tensor]:
         kind = "cpu" if hidden.is_meta else hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         with torch.autocast(kind, enabled=False):
+            if (strips := getattr(head, "strips", None)) is not None:
+                # Sums over strips would be rounded in a narrow dtype.
+                wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+                return strip_cross_entropy(wide, strips, targets, dtype=dtype)
             return cut_cross_entropy(hidden.to(dtype), head.weight.to(dtype), targets, bias=head.bias)
 
     return loss

@@ -19,7 +19,7 @@ LEAST_SHARE = 1 / 32
 
 @dataclass(frozen=True)
 class Tiling:
-    """How tiles are computed; see `cut_cross_entropy`. tokens, words: size of a tile."""
+    """How tiles are computed; see `cut_cross_entropy`. tokens, words: size of a tile. dtype: of products; None: e's."""
 
     softcap: float | None = None
     accumulation: str = "fp32"
@@ -27,6 +27,7 @@ class Tiling:
     filter_c: str | None = None
     group: dist.ProcessGroup | None = None
     generator: torch.Generator | None = None
+    dtype: torch.dtype | None = None
     tokens: int = 256
     words: int = 1024
 
@@ -48,6 +49,8 @@ class Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, tiling: Tiling
     ) -> tuple[Tensor, Tensor]:
+        given = e, c
+        e, c = _cast(e, c, tiling)
         lse, means = _log_sums(e, c, bias, tiling)
         first = 0
         if tiling.group is not None:
@@ -56,15 +59,16 @@ class Tiles(torch.autograd.Function):
         if tiling.group is not None:
             dist.all_reduce(correct, group=tiling.group)
         order = None if means is None else means.argsort(descending=True)
-        ctx.save_for_backward(e, c, bias, targets - first, lse, order)
+        ctx.save_for_backward(*given, bias, targets - first, lse, order)
         ctx.tiling = tiling
         return lse - correct, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        e, c, bias, targets, lse, order = ctx.saved_tensors
+        given_e, given_c, bias, targets, lse, order = ctx.saved_tensors
         tiling: Tiling = ctx.tiling
+        e, c = _cast(given_e, given_c, tiling)
         wants_e, wants_c, wants_bias, *_ = ctx.needs_input_grad
         of_loss, of_lse = grads
         if order is not None:
@@ -73,7 +77,7 @@ class Tiles(torch.autograd.Function):
             is_here = (targets >= 0) & (targets < len(c))
             targets = torch.where(is_here, place[targets.clamp(0, len(c) - 1)], -1)
         sums = Sums(len(e), e.shape[1], e, tiling.accumulation) if wants_e else None
-        of_c = torch.empty_like(c) if wants_c else None
+        of_c = torch.empty_like(given_c) if wants_c else None
         of_bias = torch.empty_like(bias) if wants_bias else None
         for words in blocks(len(c), tiling.words):
             own: Any = words if order is None else order[words]
@@ -100,15 +104,19 @@ class Tiles(torch.autograd.Function):
                     if sums_c is not None:
                         sums_c.add(slice(None), grad.T, e[rows])
             if of_c is not None and sums_c is not None:
-                of_c[own] = sums_c.total()
+                of_c[own] = sums_c.total(exact=True).to(of_c.dtype)
             if of_bias is not None:
                 of_bias[own] = sum_bias.to(of_bias.dtype)
         of_e = None
         if sums is not None:
-            of_e = sums.total(exact=tiling.group is not None)
+            of_e = sums.total(exact=True)
             if tiling.group is not None:
                 dist.all_reduce(of_e, group=tiling.group)
-        return None if of_e is None else of_e.to(e.dtype), of_c, of_bias, None, None
+        return None if of_e is None else of_e.to(given_e.dtype), of_c, of_bias, None, None
+
+
+def _cast(e: Tensor, c: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
+    return (e, c) if tiling.dtype is None else (e.to(tiling.dtype), c.to(tiling.dtype))
 
 
 def _log_sums(e: Tensor, c: Tensor, bias: Tensor | None, tiling: Tiling) -> tuple[Tensor, Tensor | None]:

@@ -141,6 +141,10 @@ class Apollo(SummingOptimizer):
     def _whole(self, param: Tensor, group: Mapping[str, Any]) -> Part:
         return Part(self._names[param], param.shape, ((0, param.numel()),), 0, group)
 
+    @property
+    def limits_itself(self) -> bool:
+        return all(group["limit"] is not None for group in self.param_groups)
+
     def name_of(self, param: Tensor) -> str:
         """The name by which the parameter's projections are drawn."""
         return self._names[param]

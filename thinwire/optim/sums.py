@@ -119,6 +119,11 @@ class SummingOptimizer(Parameterwise):
             )
         return super().__getstate__()
 
+    @property
+    def limits_itself(self) -> bool:
+        """Whether an update bounds its own norm, so that gradients need not be clipped, and needs no other tensor's."""
+        return False
+
     @abstractmethod
     def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the update of a whole parameter of this group depends on several of its elements together."""

@@ -222,7 +222,7 @@ class Pricing:
         # All ranks of a machine use its disk at once.
         moved_s = sum(part.read / read + part.written / written for part in parts) * max(map(hosts.count, hosts))
         # A layer is computed again before its backward, with a third of the operations of a whole pass.
-        again_s = whole.terms["compute_s"] / 3 if residency.activations == "recompute" else 0.0
+        again_s = whole.terms["compute_s"] / 3 if residency.recomputes else 0.0
         step_s = whole.step_s + again_s + moved_s
         terms = {**whole.terms, "step_s": step_s, "compute_s": whole.terms["compute_s"] + again_s}
         return replace(whole, candidate=way, step_s=step_s, memory_bytes=min(budget, whole.memory_bytes), terms=terms)

@@ -11,6 +11,7 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.activations import kept_ways
+from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import Method
@@ -43,23 +44,26 @@ def where_all_lies(
     shape = MeshShape({}) if config.mesh is None else MeshShape.parse(config.mesh)
     cuts = {"pipeline": config.stages, "tensor": config.tensor}
     axes = {name for name, size in shape.sizes.items() if size > 1} | {name for name, at in cuts.items() if at}
-    place = resident_method(method, axes), model, Topology(config.nodes, config.local_size), config.micro_batches or 1
+    shapes = tiled_shapes(model, residency.tile)
+    place = resident_method(method, axes), shapes, Topology(config.nodes, config.local_size), config.micro_batches or 1
     kept: dict[str, int] | None = None
     rows: list[tuple[str, str, str]] = []
     if type(model) is Llama:
         loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, model.config.vocab_size)
         rows.append((f"--loss {config.loss}", loss, why))
         given = config.loss, config.micro_batch, config.seq_len
-        kept = kept_ways(model.config, *given, slices=residency.slices or 1)
+        kept = kept_ways(model.config, *given, slices=residency.slices or 1, tile=residency.tile)
     else:
         rows.append(("activations", "not counted", "they are known of presets such as demo alone"))
     residency = settled(residency, *place, kept)
     if residency.is_sliced:
         slices = min(residency.slices or 1, config.micro_batch)
         rows.append((f"--slices {residency.slices}", f"{slices} parts in each layer", "weights are read once for all"))
-    if residency.activations == "recompute" and kept is not None:
-        whole = bytes_text(kept["keep"])
-        rows.append(("activations", "layers are computed again", f"whole they would take {whole}"))
+    if residency.recomputes and kept is not None:
+        what = "from inputs on the disk" if residency.spills else "from inputs in memory"
+        rows.append(
+            ("activations", f"layers are computed again, {what}", f"whole they would take {bytes_text(kept['keep'])}")
+        )
     Floor.of(residency, *place, kept).check(residency.memory_bytes)
     parts = list(placed(residency, *place, kept))
     moved = sum(part.read + part.written for part in parts)

@@ -53,6 +53,12 @@ def read_optimizer(text: str, fitting: Iterable[str] = OPTIMIZERS) -> tuple[str,
     return name, options
 
 
+def limits_itself(text: str) -> bool:
+    """Whether the optimizer `NAME[option=value,...]` bounds the norm of each update, in place of clipping."""
+    name, options = read_optimizer(text)
+    return name in NAMED and options.get("limit", 1) is not None
+
+
 def optimizer_over(text: str, model: nn.Module, lr: float, weight_decay: float, seed: int) -> torch.optim.Optimizer:
     """The optimizer `NAME[option=value,...]` over all trainable parameters.
 

@@ -58,6 +58,7 @@ class StateDict(Source):
         self._begin(0, 1)
         self._parts, self._tensors = {0: state_dict["numbers"]}, state_dict["tensors"]
         self._index = {name: [] for name in self._tensors}
+        self._offsets: Mapping[str, int] = state_dict.get("offsets", {})
 
     def holds(self, name: str, numel: int) -> bool:
         """True: the layout is the same, and pieces without elements were not saved."""
@@ -71,9 +72,10 @@ class StateDict(Source):
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
         for name, piece in pieces.items():
-            held = self._tensors[name].view(-1)
-            is_whole = held.numel() == piece.numel
-            piece.values.copy_(held[piece.offset :][: piece.values.numel()] if is_whole else held)
+            # States on a disk are read a sub-group at a time.
+            offset = self.place_piece(name, piece).offset
+            first = offset - self._offsets.get(name, offset)
+            piece.values.copy_(self._tensors[name].view(-1)[first : first + piece.values.numel()])
 
     def numel_of(self, name: str) -> int:
         return self._tensors[name].numel() if name in self._tensors else 0
@@ -90,6 +92,7 @@ def state_dict_of(snapshot: Snapshot, param_groups: Sequence[Mapping[str, Any]])
         "numbers": numbers,
         # Copies: torch.save would write the whole storage for a view of it.
         "tensors": {name: piece.values.clone() for name, piece in pieces.items()},
+        "offsets": {name: piece.offset for name, piece in pieces.items()},
         "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in param_groups],
     }
 

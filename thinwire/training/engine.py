@@ -95,7 +95,7 @@ class Engine:
         self.model, self.why_whole = device.place(made.model), made.why_whole
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         self.frozen, self.buffers = untrained(self.model)
-        head: nn.Linear | None = None
+        head: nn.Module | None = None
         if config.loss == "cut":
             # A model whose weights are to come from a disk has no forward to find it by.
             with any_values(self.model):

@@ -13,8 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import ConfigError
+from thinwire.hosts.offload.spill import NUM_AHEAD
+from thinwire.hosts.offload.tiling import tile as cut_into_tiles
 from thinwire.layout.layers import layers_of
 from thinwire.losses import cut_loss, loss_in_effect
+from thinwire.methods.memory.residency import OFFLOAD, RECOMPUTE, RECOMPUTE_FROM_DISK
 from thinwire.models.llama import Llama, LlamaConfig
 
 # In which a forward may compute.
@@ -103,8 +106,9 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
 
 
 def kept_by(
-    config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str = "auto", *, recomputes: bool = False
-) -> int:
+    config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str = "auto", *, recomputes: bool = False,
+    tile: str | None = None,
+) -> int:  # fmt: skip
     """What a micro-batch of a Llama keeps on a CPU, computed with its kernels on tensors without memory.
 
     Of one and of two layers, as all are alike.
@@ -113,37 +117,51 @@ def kept_by(
         loss: see `loss_in_effect`.
         dtype: "bf16", whose copies of weights are kept too; "fp32"; or "auto": the larger of both.
         recomputes: each layer keeps only its input.
+        tile: see Residency.
     """
     if dtype not in DTYPES:
-        return max(kept_by(config, loss, batch, seq_len, each, recomputes=recomputes) for each in DTYPES)
+        return max(kept_by(config, loss, batch, seq_len, each, recomputes=recomputes, tile=tile) for each in DTYPES)
+    given = loss, batch, seq_len, dtype
     one, two = (
-        _kept_by_all(replace(config, num_hidden_layers=num), loss, batch, seq_len, dtype, recomputes=recomputes)
-        for num in (1, 2)
+        _kept_by_all(replace(config, num_hidden_layers=num), *given, recomputes=recomputes, tile=tile) for num in (1, 2)
     )
     return one + (config.num_hidden_layers - 1) * (two - one)
 
 
 def kept_ways(
-    config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str = "auto", slices: int = 1
-) -> dict[str, int]:
+    config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str = "auto", slices: int = 1,
+    tile: str | None = None,
+) -> dict[str, int]:  # fmt: skip
     """What `kept_by` says if activations are kept; with layers that are computed again, and one of them; and on a disk.
 
-    Of those on a disk, two layers' are in memory.
+    Of those on a disk, two layers' are in memory; of inputs on a disk those of three layers, which are read ahead.
+    "inputs" is what layers are given, all of it.
 
-    slices: see `in_slices`.
+    slices: see `in_slices`. tile: see Residency.
     """
-    whole = kept_by(config, loss, batch, seq_len, dtype)
-    inputs = kept_by(config, loss, batch, seq_len, dtype, recomputes=True)
+    whole = kept_by(config, loss, batch, seq_len, dtype, tile=tile)
+    inputs = kept_by(config, loss, batch, seq_len, dtype, recomputes=True, tile=tile)
     largest = -(-batch // min(slices, batch))
     layer = whole * largest // (batch * max(1, config.num_hidden_layers))
-    return {"keep": whole, "recompute": min(whole, inputs + layer), "offload": min(whole, 2 * layer)}
+    few = NUM_AHEAD + 1
+    return {
+        "keep": whole, RECOMPUTE: min(whole, inputs + layer), OFFLOAD: min(whole, 2 * layer), "inputs": inputs,
+        RECOMPUTE_FROM_DISK: min(whole, inputs * few // max(few, config.num_hidden_layers + 1) + layer),
+    }  # fmt: skip
 
 
-def _kept_by_all(config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str, *, recomputes: bool) -> int:
+def _kept_by_all(
+    config: LlamaConfig, loss: str, batch: int, seq_len: int, dtype: str, *, recomputes: bool, tile: str | None
+) -> int:
+    if tile is not None:
+        # Rows of an embedding are looked up by values, and there are none.
+        config = replace(config, tie_word_embeddings=False)
     with FakeTensorMode():
         model, tokens = Llama(config), torch.zeros(batch, seq_len, dtype=torch.int64)
         if loss_in_effect(loss, tokens.numel(), config.vocab_size)[0] == "cut":
             cut_loss(model, model.lm_head)
+        if tile is not None:
+            cut_into_tiles(model, tile, tables=False, must=False)
         if recomputes:
             recompute(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
 from thinwire.hosts.offload.states import twin_of
-from thinwire.hosts.sharded.bucket import FlatBucket
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
 from thinwire.hosts.sharded.owned import Owned, slots_of, state_of_piece
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.methods.memory import Residency
+from thinwire.methods.memory.residency import AT_ONCE
 from thinwire.optim import Part, Shards, SummingOptimizer
 from thinwire.state.elementwise import elementwise_kinds, state_kinds
 from thinwire.state.portable import Held, add_optimizer, records_of, report_optimizer, rescale, state_for
@@ -55,6 +56,7 @@ class PiecesOnDisk:
         parts: Mapping[str, Part],
     ) -> None:  # fmt: skip
         self.inner, self.units, self.meter = inner, weights.units, meter
+        self._at_once = residency.gradients == AT_ONCE
         self._buckets = [bucket for unit in self.units for bucket in unit.buckets]
         grouped, kinds = slots_of(inner, self._buckets), elementwise_kinds(inner)
         slots = [slot for group in grouped for slot in group if slot.owned.start < slot.owned.stop]
@@ -103,7 +105,7 @@ class PiecesOnDisk:
         with self.meter.waiting():
             self._bring(spot)
         yield
-        if is_last:
+        if is_last and not self._at_once:
             spot.owned.grad.copy_(piece)
         if not spot.stays:
             with self.meter.waiting():
@@ -131,6 +133,23 @@ class PiecesOnDisk:
                     pass
         yield from self.units
 
+    def step_bucket(self, bucket: FlatBucket, used: Collection[str]) -> None:
+        """See BucketStates."""
+        own = [spot.owned for spot in self._of(bucket) if spot.owned.slot.name in used]
+        for owned in own:
+            owned.master.grad = owned.grad
+        self.inner.step()
+        for owned in own:
+            owned.master.grad = None
+
+    def ready(self) -> Iterator[LiveUnit]:
+        """See BucketStates."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.hold_gradients()
+                bucket.shard_grad.copy_(self.masters(bucket))
+            yield unit
+
     def _clear_padding(self, bucket: FlatBucket) -> None:
         """Zero the elements of `shard_grad` that belong to no piece, as those of masters are."""
         at = 0
@@ -144,7 +163,7 @@ class PiecesOnDisk:
 
     def masters(self, bucket: FlatBucket) -> Tensor:
         """See Away."""
-        found = torch.zeros_like(bucket.shard_grad)
+        found = torch.zeros(bucket.layout.shard_numel)
         for spot in self._of(bucket):
             with self.bring(spot.owned.master):
                 found[spot.owned.slot.owned] = spot.owned.master
@@ -160,7 +179,9 @@ class PiecesOnDisk:
                     spot.owned.master[low - own.start : high - own.start] = values[low - first : high - first]
 
     def sent(self, bucket: FlatBucket) -> None:
-        """See Away. The memory stays for the next gradients."""
+        """See Away. Unless all is stepped at once, the memory stays for the next gradients."""
+        if self._at_once:
+            bucket.shard_grad.untyped_storage().resize_(0)
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         """See States. The pieces are saved from the disk, while training waits."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.hosts.offload.activations import recompute
+from thinwire.hosts.offload.at_once import StepsAtOnce
 from thinwire.hosts.offload.gradients import GradientsOnDisk
 from thinwire.hosts.offload.journal import Journal
 from thinwire.hosts.offload.norms import SeenNorms
@@ -25,9 +26,9 @@ from thinwire.hosts.offload.weights import WeightsOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
-from thinwire.methods.memory import Residency, check_across
+from thinwire.methods.memory import Residency, check_across, check_at_once
 from thinwire.methods.memory.placement import stays
-from thinwire.methods.memory.residency import OFFLOAD
+from thinwire.methods.memory.residency import AT_ONCE
 from thinwire.optim import Part, SummingOptimizer
 from thinwire.table import Row
 from thinwire.tiers import Pace, TierMeter
@@ -68,7 +69,7 @@ class Residence:
             give_pages_back()
             self.replicas = Replicas(residency.folder, held, self.meter, self.pace)
         self.activations: ActivationsOnDisk | None = None
-        if residency.activations == OFFLOAD:
+        if residency.spills:
             given = () if self.replicas is None else (self.replicas.pack, self.replicas.unpack)
             self.activations = ActivationsOnDisk(model, residency.folder, self.meter, self.pace, *given)
 
@@ -84,13 +85,15 @@ class Residence:
         weights, states = residency.weights == "disk", residency.optimizer != "memory"
         if states and isinstance(inner, SummingOptimizer):
             check_across(residency, type(inner).__name__, streams=inner.streams)
+        limits = isinstance(inner, SummingOptimizer) and inner.limits_itself
+        check_at_once(residency, type(inner).__name__, limits=limits)
         cut = any(layout.levels.weights_over > 1 for unit in units for layout in unit.layouts)
         if weights and (cut or device.type != "cpu"):
             why = "are cut over ranks already" if cut else f"lie on {device}"
             raise ConfigError(f"residency: weights that {why} can't lie on a disk; nearest: weights='memory'")
-        num_layers = recompute(model, residency.slices or 1) if residency.activations == "recompute" else 0
+        num_layers = recompute(model, residency.slices or 1) if residency.recomputes else 0
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
-        if not (weights or states or num_layers or sampler or residency.activations == OFFLOAD):
+        if not (weights or states or num_layers or sampler or residency.spills or residency.gradients == AT_ONCE):
             return None
         return cls(
             residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler, comm=comm,
@@ -129,7 +132,7 @@ class Residence:
         """Register a new bucket."""
         if self.replicas is not None:
             self.replicas.take(bucket)
-        if self.options.gradients == "disk":
+        if self.options.gradients in ("disk", AT_ONCE):
             # Those of the next bucket take its place.
             bucket.shard_grad.untyped_storage().resize_(0)
         for slot in bucket.slots:
@@ -154,6 +157,19 @@ class Residence:
         """The same of an optimizer that looks across matrices. parts: what this rank has of them, by parameter."""
         self._pieces = PiecesOnDisk(self.options, inner, weights, self.meter, self.pace, parts)
         return self._pieces
+
+    @property
+    def steps_at_once(self) -> bool:
+        """Whether each bucket is stepped when its mean gradients arrive."""
+        return self.options.gradients == AT_ONCE
+
+    def at_once(
+        self, inner: torch.optim.Optimizer, states: Any, buckets: Sequence[FlatBucket], across: Mapping[str, Any],
+        seed: Callable[[], int],
+    ) -> StepsAtOnce:  # fmt: skip
+        """What steps them. states: BucketStates."""
+        assert isinstance(inner, SummingOptimizer)
+        return StepsAtOnce(inner, states, buckets, across, seed)
 
     def commit(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
         """Write a step of a durable run, of which the snapshot lacks masters and states. Raises ThinwireError."""
@@ -212,6 +228,8 @@ class Residence:
             step_bytes += self.gradients.num_bytes
             where = f"{self.gradients.num_bytes / 1e6:.3f} MB on this rank's disk"
             rows.append(("gradients", where, "each bucket's mean waits there for its update"))
+        if options.gradients == AT_ONCE:
+            rows.append(("gradients", "none waits", "each bucket is stepped when its mean arrives; nothing is clipped"))
         if self.replicas is not None:
             replicas = self.replicas
             step_bytes += replicas.total_bytes
@@ -223,7 +241,8 @@ class Residence:
             what = f"{self.sampler.ratio:g} of the rows of what {self.sampler.num_layers} linear layers are given"
             rows.append(("activations", what, "the gradient of their weights is an estimate without bias"))
         if self.activations is not None:
-            rows.append(("activations", f"on this rank's disk, {options.folder}", "each storage is written once"))
+            what = f"{self.num_layers} layers' inputs " if self.num_layers else ""
+            rows.append(("activations", f"{what}on this rank's disk, {options.folder}", "each storage is written once"))
         if self.num_layers:
             rows.append(("activations", f"{self.num_layers} layers keep their inputs", "the rest is computed again"))
         if options.is_sliced:

@@ -300,7 +300,7 @@ class PipelineStage:
         ends = "" if self.part.vocabulary is None else ", and at both ends"
         return "" if self.crossing.codec("forward") is None else f"{codec} behind {made.sizes} on {made.home}{ends}"
 
-    def cut_loss(self, head: nn.Linear) -> None:
+    def cut_loss(self, head: nn.Module) -> None:
         """Let the model's head compute the loss, see thinwire.losses.cut_loss; no effect on stages without the head."""
         for chunk in self.part.chunks.values():
             if chunk.chunk.gives_loss:

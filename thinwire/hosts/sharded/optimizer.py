@@ -41,7 +41,9 @@ from thinwire.state.replicas import compare_replicas
 from thinwire.table import Row, sent_row
 
 if TYPE_CHECKING:
+    from thinwire.hosts.offload.at_once import StepsAtOnce
     from thinwire.hosts.offload.residence import Residence
+    from thinwire.hosts.offload.tiling import TileMap
 
 log = logging.getLogger("thinwire")
 
@@ -65,6 +67,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     """
 
     overlaps = True
+    _at_once: StepsAtOnce | None = None
 
     def __init__(
         self,
@@ -80,15 +83,18 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         notes: list[Row],
         residence: Residence | None = None,
         initial: Callable[[str], Tensor] | None = None,
+        tiling: TileMap | None = None,
     ) -> None:
         """Move the model's parameters into buckets.
 
         comms: the groups to which the numbers in layouts refer; the first has all ranks. residence: the disk; None:
-        everything lies in memory. initial: gives the first values of a parameter that has no memory yet.
+        everything lies in memory. initial: gives the first values of a parameter that has no memory yet. tiling: where
+        parameters lie in the matrices of checkpoints, if those are cut.
         """
         params = dict(model.named_parameters())
         self.model, self.inner, self.method, self.overlap = model, inner, method, overlap
         self.ranks, self.comm, self._comms, self._notes = ranks, ranks.comm, comms, notes
+        self.tiling = tiling
         has_masters = residence is None or not residence.holds_states
 
         def made(layout: BucketLayout) -> FlatBucket:
@@ -137,19 +143,26 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
                 self._sums = self._join(inner, pieces.owned, across, pieces.bring)
             elif not has_masters:
                 self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets))
-        self._saved = ShardedState(method, self.states, self._weights, self.comm, self.buckets, self.memory.state)
-        self._gradients = Gradients(self.units, self._weights, self._seeds, releases=self.weights_pass)
+        self._saved = ShardedState(
+            method, self.states, self._weights, self.comm, self.buckets, self.memory.state, tiling
+        )
+        releases = self.weights_pass or (residence is not None and residence.steps_at_once)
+        self._gradients = Gradients(self.units, self._weights, self._seeds, releases=releases)
         if overlap or comes_and_goes:
             self._guard_weights()
         self._residence = residence
         if residence is not None:
-            self._join_residence(residence)
+            self._join_residence(residence, across)
 
-    def _join_residence(self, residence: Residence) -> None:
+    def _join_residence(self, residence: Residence, across: ParamGroups) -> None:
         """Give the disk what it asks of the optimizer, and go on from the step that it holds, if it holds one."""
         if residence.gradients is not None:
             self._gradients.keeper = residence.gradients
             residence.gradients.norms_of = self._norms
+        if residence.steps_at_once:
+            at_once = residence.at_once(self.inner, self.states, self.buckets, across, self._seeds.updates)
+            self._at_once = self._gradients.keeper = at_once
+            at_once.norms_of, at_once.used = self._norms, self._gradients.used
         if residence.sampler is not None:
             residence.sampler.seed = partial(self._seeds.activations, self.comm.rank)
         if residence.journal is not None:
@@ -232,6 +245,11 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         torch.nn.utils.clip_grad_norm_: it sees only this rank's gradients, which were sent already, and `step` raises
         RuntimeError after it.
         """
+        if self._at_once is not None and max_norm != math.inf:
+            raise ConfigError(
+                f"max_norm {max_norm}: gradients are stepped as they arrive, before the norm of all is known; nearest: "
+                "math.inf, or a Residency with gradients='memory'"
+            )
         norm = super().clip_grad_norm_(max_norm)
         self.memory.state.scale_residuals(self._clipping.note(float(norm), max_norm))
         return norm
@@ -289,7 +307,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
 
     def _update(self) -> None:
         self._weights.settle()
-        self._weights.send(self.states.step(self._gradients.used))
+        at_once = self._at_once
+        self._weights.send(self.states.step(self._gradients.used) if at_once is None else at_once.states.ready())
         if not self.overlap or self.weights_pass:
             self._weights.wait_all()
             self._release()
@@ -364,7 +383,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         """
         words = sum(self._ranks_of(comm).word_bytes(len(self._slots_of(comm))) for comm in self._comms)
         sent = sum(sent_by([unit.unit for unit in self.units], 1).values())
-        return words + sent + (self._sums.bytes_per_step if self._sums is not None else 0)
+        sums = self._at_once or self._sums
+        return words + sent + (sums.bytes_per_step if sums is not None else 0)
 
     @property
     def uncompressed_bytes_per_step(self) -> float:
@@ -380,6 +400,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
     @torch.no_grad()
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
         self._weights.free()
+        values = values if self.tiling is None else self.tiling.part(values)
         for bucket in self._holding(values):
             for slot in (slot for slot in bucket.slots if slot.name in values):
                 with self._weights.held(bucket):
@@ -417,6 +438,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         bound = "at most " if varies else ""
         rows.append(sent_row(self.bytes_per_step, self.uncompressed_bytes_per_step, bound))
         away = [] if self._residence is None else self._residence.describe()
+        away += [] if self.tiling is None else [self.tiling.row]
         return [*rows, *away, *self._notes]
 
     def snapshot(self) -> Snapshot:

@@ -66,6 +66,19 @@ class StatesInMemory:
             owned.master.grad = None
         yield from self.units
 
+    def step_bucket(self, bucket: FlatBucket, used: Collection[str]) -> None:
+        """See BucketStates."""
+        own = [owned for owned in self.owned if owned.slot.bucket is bucket]
+        for owned in own:
+            owned.master.grad = owned.grad if owned.slot.name in used else None
+        self.inner.step()
+        for owned in own:
+            owned.master.grad = None
+
+    def ready(self) -> Iterator[LiveUnit]:
+        """See BucketStates."""
+        yield from self.units
+
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         return add_optimizer(snapshot, self.inner, self._held())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from thinwire.methods.sharded import ShardedMethod
 from thinwire.state.memory import State
 from thinwire.state.portable import REPLICA
 from thinwire.state.replicas import short_digest
+
+if TYPE_CHECKING:
+    from thinwire.hosts.offload.tiling import TileMap
 
 MEMORY = "gradient memory"
 LEFT = "moving averages over few steps, of these pieces alone, and no sums"
@@ -43,16 +46,24 @@ class ShardedState:
         comm: Communicator,
         buckets: Sequence[FlatBucket],
         memory: State,
+        tiling: TileMap | None = None,
     ) -> None:
+        self.tiling = tiling
         self.method, self.states, self.weights = method, states, weights
         self.comm, self.buckets, self.memory = comm, buckets, memory
 
     def snapshot(self, numbers: Mapping[str, Any]) -> Snapshot:
         """All state in pieces that any layout can load: views of the live tensors."""
-        return self.states.add_to(self.without_states(numbers))
+        return self._as_whole(self.states.add_to(self._without_states(numbers)))
 
     def without_states(self, numbers: Mapping[str, Any]) -> Snapshot:
         """The same without masters and the optimizer's state."""
+        return self._as_whole(self._without_states(numbers))
+
+    def _as_whole(self, snapshot: Snapshot) -> Snapshot:
+        return snapshot if self.tiling is None else self.tiling.as_whole(snapshot)
+
+    def _without_states(self, numbers: Mapping[str, Any]) -> Snapshot:
         own, common = {MEMORY: self.memory.state_dict()}, {**numbers, "lossy_weights": self.is_lossy}
         shares = [share.below(MEMORY) for share in self.memory.shares()]
         snapshot = Snapshot(self.layout(), own=own, common=common, shares=shares, left={MEMORY: LEFT})
@@ -64,12 +75,16 @@ class ShardedState:
     @torch.no_grad()
     def go_on(self, source: Source) -> None:
         """Continue from what `without_states` saved on the same layout; masters and states are there. A collective."""
+        if self.tiling is not None:
+            self.tiling.read_from(source)
         self._restore_weights(source)
         self.memory.load_state_dict(source.own(MEMORY))
 
     @torch.no_grad()
     def restore(self, source: Source) -> None:
         """Continue from a checkpoint of any layout; from the same layout, bit for bit. A collective."""
+        if self.tiling is not None:
+            self.tiling.read_from(source)
         is_same = source.fits(self.layout())
         self.states.restore(source)
         self._restore_weights(source)

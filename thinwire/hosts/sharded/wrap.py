@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TypeVar, Unpack
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,16 @@ from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Axis, along, open_ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.layout.levels import Levels
-from thinwire.methods.memory import Residency, settled
+from thinwire.methods.memory import Residency, same_everywhere, settled
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.optim import SummingOptimizer
-from thinwire.state.elementwise import check_elementwise
+from thinwire.state.elementwise import check_elementwise, needs_whole_tensors
 from thinwire.state.given import Given, optimizer_options, parameters_of, same_on_all_ranks
 from thinwire.state.replicas import check_device, digest, equal_bits, odd_ranks
 from thinwire.table import Row, announce as announce_table
+
+if TYPE_CHECKING:
+    from thinwire.hosts.offload.tiling import TileMap
 
 Model = TypeVar("Model", bound=nn.Module)
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -78,7 +81,8 @@ def zero(
         timeout_s, checked: see Communicator.
         residency: which parts lie on a disk; None: none.
         initial: for a model made by `thinwire.hollow`: returns the first values of a parameter by name, the same on all
-            ranks. Each is asked for once: matrices in order of registration, vectors separately.
+            ranks. Each is asked for once: matrices in order of registration, vectors separately. If it has a method
+            `part(name, rows, columns)`, that is asked for tiles.
         announce: rank 0 prints to stderr what was asked for, what is in effect, and why they differ.
 
     Raises ConfigError for a model or optimizer that can't be sharded, with the reason, and for ranks that were given
@@ -94,6 +98,7 @@ def zero(
         named = _trained_parameters(model, optimizer)
         check_elementwise(optimizer)
         given |= {"method": method, "local_size": local_size, "bucket_numel": bucket_numel, "overlap": overlap}
+        given |= same_everywhere(residency)
         given |= {"seed": seed, "checked": checked} | optimizer_options(optimizer, model)
         alike = {n: p for n, p in model.named_parameters() if group_for is None or group_for(n, p) is None}
         given |= parameters_of(alike)
@@ -119,6 +124,10 @@ def zero(
     levels = [method.levels(own.topology) for own in comms]
     if any(own.weights_over > 1 for own in levels):
         _check_cut(method, named, levels)
+    tiling = None
+    if residency is not None and residency.tile is not None:
+        tiling, named, chosen = _tiled(model, optimizer, residency.tile, levels, chosen)
+        initial = initial if initial is None else tiling.first(initial)
     device = next(iter(named.values())).device
     if device.type == "cuda":
         # On the CPU the launcher has done it, or the first message waits a second.
@@ -136,7 +145,7 @@ def zero(
         residence = Residence.of(residency, model, inner=optimizer, units=units, device=device, comm=ranks.comm)
     sharded = ShardedOptimizer(
         model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes,
-        residence=residence, initial=initial,
+        residence=residence, initial=initial, tiling=tiling,
     )  # fmt: skip
     if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())
@@ -163,6 +172,25 @@ def _check_cut(method: ShardedMethod, named: dict[str, nn.Parameter], levels: li
     for name, param in named.items():
         if param.dtype != torch.float32:
             raise ConfigError(f"{name!r} is {param.dtype}: {method.name} cuts weights over ranks only in float32")
+
+
+def _tiled(
+    model: nn.Module, optimizer: torch.optim.Optimizer, text: str, levels: list[Levels], chosen: dict[str, int]
+) -> tuple[TileMap, dict[str, nn.Parameter], dict[str, int]]:
+    """Cut matrices into tiles. Returns also the trained parameters, and the group of each, as they are then.
+
+    Raises ConfigError if weights are cut over ranks, and for optimizers that look across a matrix.
+    """
+    from thinwire.hosts.offload.tiling import tile
+
+    if any(own.weights_over > 1 for own in levels):
+        raise ConfigError("tile: weights that are cut over ranks are gathered by layers, whole; leave it out")
+    if needs_whole_tensors(optimizer):
+        name = type(optimizer).__name__
+        raise ConfigError(f"tile: {name} looks across matrices, and a tile would be one to it; nearest: adamw")
+    tiling = tile(model, text, optimizer)
+    groups = {name: chosen[tiling.name_of(name)] for name, _ in model.named_parameters()}
+    return tiling, _trained_parameters(model, optimizer), groups
 
 
 def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

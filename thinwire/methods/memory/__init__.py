@@ -1,12 +1,12 @@
 """Options and arithmetic of training with a part of the state on a disk."""
 
 from thinwire.methods.memory.floor import Floor, settled
-from thinwire.methods.memory.inside import check_across, resident_method
+from thinwire.methods.memory.inside import check_across, check_at_once, resident_method
 from thinwire.methods.memory.placement import MemoryPart, efficiency, placed
-from thinwire.methods.memory.residency import Residency
+from thinwire.methods.memory.residency import Residency, same_everywhere
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
 
 __all__ = [
-    "Floor", "MemoryPart", "Residency", "check_across", "efficiency", "placed", "read_byte_rate", "read_bytes",
-    "resident_method", "settled",
+    "Floor", "MemoryPart", "Residency", "check_across", "check_at_once", "efficiency", "placed", "read_byte_rate",
+    "read_bytes", "resident_method", "same_everywhere", "settled",
 ]  # fmt: skip

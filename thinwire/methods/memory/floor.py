@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,14 @@ from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.layout.buckets import Unit
 from thinwire.methods.interface import MethodPlan
-from thinwire.methods.memory.residency import FP32_BYTES, OFFLOAD, PASSING_SHARE, Residency
+from thinwire.methods.memory.residency import (
+    AT_ONCE,
+    FP32_BYTES,
+    PASSING_SHARE,
+    RECOMPUTE,
+    RECOMPUTE_FROM_DISK,
+    Residency,
+)
 from thinwire.methods.sharded import ShardedMethod
 
 # Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
@@ -27,13 +35,17 @@ NUM_STATES = 3
 NUM_BUCKETS = 2
 # Of mean gradients that wait on a disk: two are written, or read and stepped, while one is reduced or sent.
 NUM_MEANS = 3
+# Buckets of fewer elements stay in memory.
+SMALL_NUMEL = 100_000
+# Memory through which rows of an embedding pass, and the stack of the thread that reads them.
+ROWS_BYTES = 4 << 20
 # Where weights and gradients would leave less than a third of the budget to all else, they are better on a disk.
 MOST_SHARE = 2 / 3
 # Scratch memory of the messages of a bucket, over its size: gradients as sent, and packets; and messages under way.
 PACKET_SHARE, NUM_SENT = 1.5, 2
 # Of the budget, what the floor may take for a way to be chosen.
 FULL_SHARE = 0.9
-# Bytes that a forward keeps in memory for its backward, by "keep", "recompute" and "offload".
+# Bytes that a forward keeps in memory for its backward, by what becomes of activations; and "inputs", those of layers.
 KeptBytes = Mapping[str, int]
 
 
@@ -67,19 +79,27 @@ class Floor:
         largest = max((FP32_BYTES * unit.numel for unit in units_of(method, model, topology)), default=0)
         mean = mean_bytes(plan)
         own = plan.gradients - mean
+        # Those of weights that are used at both ends of the model wait from one to the other.
+        passing_grads = NUM_BUCKETS * largest + max(0, tied_bytes(model) - largest)
         if residency.weights == "disk":
             disk += plan.weights
             parts["weights"] = min(NUM_BUCKETS * largest, plan.weights)
+            embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+            num_tables = sum(module.weight.numel() >= SMALL_NUMEL for module in embeddings)
+            # That of one is among the process's.
+            parts["rows"] = ROWS_BYTES * max(0, num_tables - 1)
             if micro_batches == 1:
-                own = min(own, NUM_BUCKETS * largest)
+                own = min(own, passing_grads)
         if residency.gradients == "disk":
             disk, mean = disk + mean, min(mean, NUM_MEANS * largest // topology.world_size)
+        if residency.gradients == AT_ONCE:
+            mean = min(mean, NUM_MEANS * largest // topology.world_size)
+            own = min(own, passing_grads) if micro_batches == 1 else own
         parts["gradients"] = own + mean
         if topology.world_size > 1:
             parts["packets"] = int(NUM_SENT * PACKET_SHARE * largest)
-        if kept is not None and residency.activations == OFFLOAD:
-            disk += kept["keep"]
         if kept is not None:
+            disk += residency.spilled(kept)
             parts["activations"] = kept.get(residency.activations, kept["keep"])
         found = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
         return cls(found, disk, kept is not None, 0 if residency.sub_group else passing)
@@ -107,6 +127,12 @@ def mean_bytes(plan: MethodPlan) -> int:
     return plan.optimizer // NUM_STATES
 
 
+def tied_bytes(model: nn.Module) -> int:
+    """Bytes of the gradients of trained weights that several modules share."""
+    uses = Counter(param for module in model.modules() for param in module._parameters.values() if param is not None)
+    return sum(FP32_BYTES * param.numel() for param, num in uses.items() if num > 1 and param.requires_grad)
+
+
 def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tuple[Unit, ...]:
     """The buckets of a model, of which only shapes are used."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -115,25 +141,29 @@ def units_of(method: ShardedMethod, model: nn.Module, topology: Topology) -> tup
 
 def settled(
     residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int = 1,
-    kept: KeptBytes | None = None, *, across: bool = False,
+    kept: KeptBytes | None = None, *, across: bool = False, at_once: bool = False,
 ) -> Residency:  # fmt: skip
     """The residency with `auto` decided for weights, gradients and activations.
 
     Gradients move less than what a step moves anyway; to compute layers again takes a third more time. So of the ways
-    that fit, the first of these is taken: both in memory; gradients on the disk; layers computed again; both.
+    that fit, the first of these is taken: both in memory; gradients on the disk; layers computed again; both; the
+    inputs of layers on the disk, too.
 
     Args:
         model: only its shapes are used.
         kept: bytes that a forward keeps in memory for its backward, by what becomes of activations; None: not known.
-        across: the optimizer looks across matrices, and its gradients stay in memory.
+        across: the optimizer looks across matrices, and its gradients do not wait on a disk.
+        at_once: buckets may be stepped as gradients arrive; they are where the budget asks for it.
     """
     residency = _with_weights(residency, method, model, topology, micro_batches)
     gradients, activations = [residency.gradients], [residency.activations]
     if residency.gradients == "auto":
         gradients = ["memory"] if across or residency.optimizer == "memory" else ["memory", "disk"]
+        gradients += ["step"] if at_once else []
     if residency.activations == "auto":
-        activations = ["keep"] if kept is None else ["keep", "recompute"]
-        activations = ["recompute"] if residency.is_sliced else activations
+        activations = ["keep"] if kept is None else ["keep", RECOMPUTE]
+        activations = [RECOMPUTE] if residency.is_sliced else activations
+        activations += [RECOMPUTE_FROM_DISK] if kept is not None and RECOMPUTE_FROM_DISK in kept else []
     ways = [replace(residency, gradients=g, activations=a) for a in activations for g in gradients]
     budget = residency.memory_bytes
     if budget is None:

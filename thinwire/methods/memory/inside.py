@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from thinwire.errors import ConfigError, Problems
-from thinwire.methods.memory.residency import Residency
+from thinwire.methods.memory.residency import AT_ONCE, Residency
 from thinwire.methods.sharded import ShardedMethod
 
 
@@ -33,4 +33,25 @@ def check_across(residency: Residency, optimizer: str, *, streams: bool) -> None
         problems.messages.append(f"{what}its gradients stay in memory; nearest: --residency.gradients memory")
     if residency.durable:
         problems.messages.append(f"{what}its pieces have one slot each; nearest: adamw, or no --residency.durable")
+    problems.raise_any()
+
+
+def check_at_once(residency: Residency, optimizer: str, *, limits: bool, max_norm: float = 0) -> None:
+    """Raise ConfigError for gradients that can't be stepped as they arrive.
+
+    limits: whether the optimizer limits each update by itself. max_norm: to which gradients are clipped; 0: not at all.
+    """
+    if residency.gradients != AT_ONCE:
+        return
+    problems = Problems()
+    if not limits:
+        problems.messages.append(
+            f"residency: gradients step, and {optimizer} does not limit its own updates; nearest: apollo with a limit, "
+            "or --residency.gradients memory"
+        )
+    if max_norm:
+        problems.messages.append(
+            f"residency: gradients step, before the norm of all is known that --grad-clip {max_norm:g} needs; nearest: "
+            "--grad-clip 0"
+        )
     problems.raise_any()

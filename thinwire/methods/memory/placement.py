@@ -10,12 +10,10 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
 from thinwire.layout.layers import looked_up
-from thinwire.methods.memory.floor import NUM_STATES, Floor, KeptBytes, mean_bytes, units_of
-from thinwire.methods.memory.residency import FP32_BYTES, OFFLOAD, Residency
+from thinwire.methods.memory.floor import NUM_STATES, SMALL_NUMEL, Floor, KeptBytes, mean_bytes, units_of
+from thinwire.methods.memory.residency import FP32_BYTES, Residency
 from thinwire.methods.sharded import ShardedMethod
 
-# Buckets of fewer elements stay in memory.
-SMALL_NUMEL = 100_000
 # Of the room in a budget, what is left for checkpoints, and what of the rest is used for what may stay.
 SPARE_BYTES, USED_SHARE = 100_000_000, 2 / 3
 
@@ -57,9 +55,9 @@ def placed(
         if name == "gradients" and residency.gradients == "disk":
             mean = mean_bytes(plan)
             yield MemoryPart(name, num_bytes, mean, mean, mean)
-        elif name == "activations" and kept is not None and residency.activations == OFFLOAD:
-            moved = micro_batches * kept["keep"]
-            yield MemoryPart(name, num_bytes, kept["keep"], moved, moved)
+        elif name == "activations" and kept is not None and residency.spills:
+            moved = micro_batches * residency.spilled(kept)
+            yield MemoryPart(name, num_bytes, residency.spilled(kept), moved, moved)
         elif name not in ("weights", "optimizer"):
             yield MemoryPart(name, num_bytes)
     if residency.weights == "disk":
@@ -69,7 +67,7 @@ def placed(
         total, least = sum(sizes), min(2 * max(sizes, default=0), sum(sizes))
         staying = min(total, least + left)
         left -= staying - least
-        passes = micro_batches * (3 if residency.activations == "recompute" else 2) + 1
+        passes = micro_batches * (3 if residency.recomputes else 2) + 1
         used = total - tables
         read = passes * max(0, used - staying) + min(tables, total - staying)
         written = 0 if staying == total else total

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from thinwire.codecs import Codec, Identity, Integer
 from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.methods.memory.tiling import TileGrid
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
 from thinwire.methods.options import FP32, CodecRule, check_types, codec_of
 from thinwire.tiers.coding import Coding
@@ -17,8 +19,10 @@ FP32_BYTES = 4
 # The kinds of state that are sums or means of squares.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
 # What a forward keeps; SAMPLE stands before a share.
-OFFLOAD, SAMPLE = "offload", "sample"
-ACTIVATIONS = ("auto", "keep", "recompute", OFFLOAD)
+RECOMPUTE, RECOMPUTE_FROM_DISK, OFFLOAD, SAMPLE = "recompute", "recompute:disk", "offload", "sample"
+ACTIVATIONS = ("auto", "keep", RECOMPUTE, RECOMPUTE_FROM_DISK, OFFLOAD)
+# Of gradients: each bucket is stepped when its mean arrives.
+AT_ONCE = "step"
 # Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
 SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
 # Sub-groups begin where blocks of the disk do.
@@ -62,9 +66,9 @@ class Residency:
     weights: Literal["auto", "memory", "disk"] = "auto"
     """Where whole weights lie: memory, disk, or auto: on the disk if the budget is too small for them and their
     gradients."""
-    gradients: Literal["auto", "memory", "disk"] = "auto"
-    """Where mean gradients wait for the update: memory, disk, or auto: on the disk if the budget is too small for
-    them."""
+    gradients: Literal["auto", "memory", "disk", "step"] = "auto"
+    """Where mean gradients wait for the update: memory, disk, or step: nowhere, each bucket is stepped when its mean
+    arrives, by Apollo, whose limit stands for clipping; auto: as the budget needs it."""
     optimizer: Literal["auto", "memory", "disk"] = "auto"
     """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
     states: str = FP32
@@ -72,12 +76,16 @@ class Residency:
     moments their square roots. Masters stay fp32."""
     activations: str = "auto"
     """What a forward keeps for its backward: keep: everything; recompute: only each layer's input, and the rest is
-    computed again; offload: everything, on the disk; sample:0.3: that share of the rows of what linear layers are
-    given, by which the gradient of weights is estimated without bias; auto: in `thinwire train`, recompute if the
-    budget needs it."""
+    computed again; recompute:disk: the same, and the inputs lie on the disk; offload: everything, on the disk;
+    sample:0.3: that share of the rows of what linear layers are given, by which the gradient of weights is estimated
+    without bias; auto: in `thinwire train`, recompute, from the disk too, if the budget needs it."""
     slices: int | None = None
     """Parts of a micro-batch that a layer computes one after another, so that its weights are read once for all of
     them. Layers are then recomputed."""
+    tile: str | None = None
+    """Cut large matrices into parts of their inputs x parts of their outputs, such as 1x8, or lm_head=1x16 for those
+    whose name has lm_head in it. A tile is fetched, used and evicted by itself, so that no such matrix is ever whole in
+    memory."""
     sub_group: int | None = None
     """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget."""
     durable: bool = False
@@ -94,6 +102,9 @@ class Residency:
             if isinstance(self.activations, str):
                 share_of(self.activations)
         with problems.collect():
+            if isinstance(self.tile, str):
+                TileGrid.parse(self.tile)
+        with problems.collect():
             if self.disk_rate is not None:
                 read_byte_rate(self.disk_rate)
         if isinstance(self.sub_group, int) and (self.sub_group < 1 or self.sub_group % LEAST_SUB_GROUP):
@@ -102,7 +113,7 @@ class Residency:
             problems.messages.append(f"--residency.sub-group {self.sub_group}: {rule}; nearest: {near}")
         if isinstance(self.slices, int) and self.slices < 1:
             problems.messages.append(f"--residency.slices {self.slices}: must be at least 1; nearest: 1")
-        elif self.is_sliced and self.activations not in ("auto", "recompute"):
+        elif self.is_sliced and self.activations != "auto" and not self.recomputes:
             problems.messages.append(
                 f"--residency.slices {self.slices}: with activations {self.activations} a layer keeps those of all "
                 "slices; nearest: --residency.activations recompute"
@@ -134,6 +145,20 @@ class Residency:
     def sampled(self) -> float | None:
         """The share of rows that is kept of the inputs of linear layers; None: all."""
         return share_of(self.activations)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers keep their inputs alone."""
+        return self.activations in (RECOMPUTE, RECOMPUTE_FROM_DISK)
+
+    @property
+    def spills(self) -> bool:
+        """Whether what a forward keeps lies on the disk."""
+        return self.activations in (OFFLOAD, RECOMPUTE_FROM_DISK)
+
+    def spilled(self, kept: Mapping[str, int]) -> int:
+        """Bytes that a micro-batch's forward leaves on the disk. kept: see `kept_ways`."""
+        return kept["inputs" if self.recomputes else "keep"] if self.spills else 0
 
     @property
     def is_sliced(self) -> bool:
@@ -189,6 +214,12 @@ class Residency:
         if self.memory_bytes is None:
             return SUB_GROUP
         return max(1, min(SUB_GROUP, int(self.memory_bytes * PASSING_SHARE) // (3 * num_kinds * FP32_BYTES)))
+
+
+def same_everywhere(residency: Residency | None) -> dict[str, object]:
+    """What of a residency must be the same on all ranks; None: nothing lies on a disk."""
+    tile, at_once = (None, False) if residency is None else (residency.tile, residency.gradients == AT_ONCE)
+    return {"tile": tile, "gradients that are stepped as they arrive": at_once}
 
 
 def share_of(activations: str) -> float | None:

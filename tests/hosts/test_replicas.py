@@ -1,0 +1,81 @@
+"""Weights on a disk are read as rarely as can be, and ahead of their use; in another order, on demand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.hosts.test_offload import cut_small
+from tests.workers import run_workers
+from thinwire import Residency
+
+LAYERS, WIDTH = 6, 32
+LAYER_BYTES = 4 * WIDTH * WIDTH
+
+
+class Ordered(nn.Module):
+    """Layers of one size, used in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.get_parameter("weight").copy_(torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5)
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for number in order:
+            x = self.layers[number](x).tanh()
+        return x.square().mean()
+
+
+def read_by_order(rank: int, world_size: int, folder: Path) -> tuple[list[list[float]], list[int], int]:
+    """Losses in memory and on the disk; bytes that each step's second micro-batch reads; when two layers stayed."""
+    cut_small()
+    forward = list(range(LAYERS))
+    orders = [forward, forward, forward, forward[::-1], [3, 1, 4, 1, 5, 2, 0], forward]
+    losses, read, full = list[list[float]](), list[int](), 0
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    for residency in (None, Residency(store=str(folder), weights="disk", optimizer="memory")):
+        model = Ordered()
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        _, optimizer = thinwire.zero(model, sgd, thinwire.Zero(), residency=residency, announce=False)
+        held = None if optimizer._residence is None else optimizer._residence.replicas
+
+        def read_so_far(held: Any = held, tiers: Any = optimizer.tiers) -> int:
+            for spot in held.spots.values() if held is not None else ():
+                spot.finish()
+            return 0 if tiers is None else int(tiers.snapshot().read_bytes)
+
+        found = []
+        for order in orders:
+            with optimizer.no_sync():
+                model(x, order).backward()
+            before = read_so_far()
+            loss = model(x, order)
+            loss.backward()
+            found.append(float(loss.detach()))
+            if held is not None:
+                read.append(read_so_far() - before)
+                full += sum(spot.is_here for spot in held.spots.values()) == 2
+                assert held.used_bytes <= held.capacity_bytes == 2 * LAYER_BYTES
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(found)
+        optimizer.close()
+    return losses, read, full
+
+
+def test_a_micro_batch_reads_the_minimum_and_any_order_is_served(tmp_path: Path) -> None:
+    """Forward and backward over L layers with room for c of them read 2 (L - c), behind the first step."""
+    ((memory, disk), read, full) = run_workers(read_by_order, 1, tmp_path)[0]
+    assert memory == disk
+    assert read[1] == read[2] == 2 * (LAYERS - 2) * LAYER_BYTES
+    # Another order may read what it had better not; never more than once for each use.
+    assert all(num <= 2 * 7 * LAYER_BYTES for num in read[3:])
+    assert full == len(read)

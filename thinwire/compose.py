@@ -333,6 +333,8 @@ class PipelinedModel(Stage):
         # Rows of embedding and head may be on all stages; a tensor axis is not beside them.
         self._cut = tensor or pipeline.part.rows
         self._holders = tuple(holders)
+        # Whether the first rank prints what is found with the first micro-batches.
+        self.announces = False
         self.pipeline: PipelineStage = pipeline
         self.borders = pipeline.borders
         model.forward = pipeline.forward
@@ -345,6 +347,9 @@ class PipelinedModel(Stage):
         not fit the plan.
         """
         with self._gradients_of_a_step(batches, loss):
+            found = self.pipeline.settle(batches, loss)
+            if self.announces and self.optimizer.everyone.rank == 0:
+                announce_table(found)
             return self.pipeline.forward_backward(batches, loss)
 
     def next_loss(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = models_own) -> float:
@@ -364,7 +369,7 @@ class PipelinedModel(Stage):
         """See Stage. The rows about the method of the data axis describe the replicas of one stage."""
         rows, num = self.optimizer.describe(), self.optimizer.comm.world_size
         own = [row for row in rows if row[0].startswith(INSIDE)] or rows
-        outer = [*self._rows, *(row for row in rows if row not in own)]
+        outer = [*self._rows, *self.pipeline.on_recompute, *(row for row in rows if row not in own)]
         if num == 1:
             name, effect, _ = own[0]
             return [*outer, (name, effect, "one replica of each stage: it averages and sends nothing")]
@@ -587,6 +592,8 @@ def parallelize(
         stage = Stage(module, parallel, rows, tensor, sequence, experts)
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())
+    if isinstance(stage, PipelinedModel):
+        stage.announces = announce
     return stage
 
 

@@ -53,7 +53,7 @@ from thinwire.planner.forward import kept_of
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import Resident, where_all_lies
 from thinwire.planner.search import Search, exchange_s, search
-from thinwire.planner.stages import Grid, Stages, stages_of
+from thinwire.planner.stages import Grid, Stages, held_bytes, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
@@ -259,12 +259,25 @@ def cut_into_stages(model: Llama, config: ExplainConfig, shape: MeshShape, grid:
     check_spread(options, None, shape.sizes)
     stages = stages_of(
         model, options, shape.pipeline, config.passes, config.micro_batch, config.seq_len, grid, config.loss,
-        shape.tensor,
+        shape.tensor, None if config.memory_gb is None else config.memory_gb * 1e9,
     )  # fmt: skip
+    rows = list(notes_on_stages(stages, model, config, grid))
+    if options.recompute == AUTO:
+        rows = [recompute_row(stages, config.memory_gb), *rows]
     loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, model.config.vocab_size)
     if options.head == SPREAD:
         loss, why = "plain", f"each stage has its part of the logits: head {SPREAD!r}"
-    return stages, [*notes_on_stages(stages, model, config, grid), (f"--loss {config.loss}", loss, why)]
+    return stages, [*rows, (f"--loss {config.loss}", loss, why)]
+
+
+def recompute_row(stages: Stages, memory_gb: float | None) -> Row:
+    """A row on what recompute "auto" has chosen, and why."""
+    how = "--memory-gb states a limit, and none is stated"
+    if memory_gb is not None:
+        held = [held_bytes(part) + peak for part, peak in zip(stages.parts, stages.timeline.peak_bytes, strict=True)]
+        most = f"a rank holds at most {bytes_text(max(held))}"
+        how = most + ("" if max(held) <= 1e9 * memory_gb else f": no choice fits into --memory-gb {memory_gb:g}")
+    return f"recompute {AUTO}", stages.options.recompute, how
 
 
 def activations_on(laid: LaidOut) -> tuple[float | None, list[Row]]:
@@ -490,7 +503,7 @@ def found_stages(
     return chosen_one, result
 
 
-def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Grid) -> Iterator[tuple[str, str, str]]:
+def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Grid) -> Iterator[Row]:
     """Rows about the cut, the borders and the step."""
     yield from found.options.describe(found.sizes, model.config.hidden_size, 4)
     num = config.passes
@@ -642,6 +655,12 @@ def notes_on(config: ExplainConfig, names: list[str], counts: bool) -> Iterator[
         for name in (*of_pass, *of_step, "memory_gb"):
             if getattr(config, name) != getattr(ExplainConfig(), name):
                 yield f"{flag(name)} {getattr(config, name)}", "no effect", "it is for --stages"
+    elif config.memory_gb is not None and AUTO not in (config.stages, config.tables.get(PIPELINE, {}).get("recompute")):
+        yield (
+            f"--memory-gb {config.memory_gb:g}",
+            "no effect",
+            f"it is for --stages {AUTO} and --pipeline.recompute {AUTO}",
+        )
     if config.rate is not None and config.nodes == 1:
         yield f"--rate {config.rate}", "no effect", "there is one node"
     if config.local_rate is not None and config.local_size == 1:

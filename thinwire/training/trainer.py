@@ -188,7 +188,10 @@ class Trainer:
         """Rows on what ranks send each other beside a strategy's bytes, and on a sample and a teacher."""
         config, lessons = self.config, self.engine.distillation
         if self.stage.pipeline is not None:
-            yield self._border_row(self.stage.pipeline)
+            tokens = torch.empty(self.batch.micro_batch, self.config.seq_len, device="meta")
+            batches = [(tokens, tokens)] * self.batch.accumulation
+            self.engine.settle(batches)
+            yield self._border_row(self.stage.pipeline, batches)
             if self.engine.why_whole:
                 yield "weights of the own stage alone", "the whole model on every rank, at first", self.engine.why_whole
         if self.optimizer.weights_pass and config.sample_tokens:
@@ -229,10 +232,9 @@ class Trainer:
         pipeline = self.stage.pipeline
         return StepStart.of(self.step, self.engine) if pipeline is not None and pipeline.ends is not None else None
 
-    def _border_row(self, pipeline: PipelineStage) -> Row:
+    def _border_row(self, pipeline: PipelineStage, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Row:
         """A row about what stages send each other in a step."""
-        tokens = torch.empty(self.batch.micro_batch, self.config.seq_len, device="meta")
-        sent = pipeline.sent_bytes([(tokens, tokens)] * self.batch.accumulation)
+        sent = pipeline.sent_bytes(batches)
         shown = ", ".join(f"{num / 1e6:.3f}" for num in sent)
         whole = self.stage.uncompressed_bytes_per_step / 1e6
         why = f"whole models on all ranks that average gradients in fp32 would send {whole:.3f} MB each"

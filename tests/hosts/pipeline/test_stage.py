@@ -15,10 +15,13 @@ from tests.workers import run_workers
 from thinwire._compat import flattened
 from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
+from thinwire.hosts.pipeline import memory
+from thinwire.hosts.pipeline.memory import kept_by
 from thinwire.hosts.pipeline.recovery import Holdings
 from thinwire.hosts.pipeline.stage import PipelineStage, check_trained, take_part
 from thinwire.hosts.ranks import Axis, open_ranks
-from thinwire.methods.pipeline import cut, token_shares
+from thinwire.methods.pipeline import Pipeline, cut, token_shares
+from thinwire.methods.pipeline.recompute import MORE_BYTES
 from thinwire.models import build_model
 from thinwire.state.replicas import digest
 
@@ -36,6 +39,7 @@ GRADIENTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1f1b 4": (4, 6, {"plan": "1f1b", "recompute": "except-last"}),
     "fitted 4": (4, 5, {"layers": "1,1,1,1"}),
     "swap 4": (4, 5, {"recover": "swap"}),
+    "auto 4": (4, 6, {"plan": "1f1b", "recompute": "auto"}),
 }
 METHODS: dict[str, Any] = {
     "zero": thinwire.Zero(),
@@ -93,6 +97,15 @@ def gradients(rank: int, name: str) -> Any:
     optimizer = Alone(whole, adamw(whole), members, dict(whole.named_parameters()), 0, [])
     own = PipelineStage(part, mesh["pipeline"], optimizer, seed=0, timeout_s=300, checked=False)
     stage = thinwire.PipelinedModel(whole, optimizer, [], own)
+    if name == "auto 4":
+        (found,) = (kept_by(chunk, (4, 8, 64), torch.float64, batches(0, 1)[0]) for chunk in part.chunks.values())
+        trained = sum(param.numel() for param in whole.parameters())
+        # Room for one micro-batch and a half.
+        memory.free_bytes = lambda device, num: (MORE_BYTES * trained + 1.5 * found[0]) / memory.USED
+        (row,) = own.settle([tuple(each.to("meta") for each in batch) for batch in batches(0, num)])
+        assert row[1].startswith("always") and "no choice fits" not in row[2], row
+        plan = Pipeline(plan="1f1b", recompute="always").plan_of(4, num)
+        assert own._runner(num).plan == plan and not own.settle(batches(0, num))
     stage.forward_backward(batches(0, num))
     found = {key: param.grad.numpy().copy() for key, param in whole.named_parameters() if param.grad is not None}
     norm, loss = float(stage.reduce()), stage.optimizer.mean_loss

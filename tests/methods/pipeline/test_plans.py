@@ -14,6 +14,7 @@ from thinwire.methods.pipeline import (
     Action,
     Costs,
     Limits,
+    Pipeline,
     Plan,
     check,
     fitted,
@@ -23,6 +24,7 @@ from thinwire.methods.pipeline import (
     simulate,
 )
 from thinwire.methods.pipeline.orders import from_torch
+from thinwire.methods.pipeline.recompute import fastest_within, mode_of
 
 
 def even(made: Plan, **costs: float) -> Costs:
@@ -223,3 +225,15 @@ def test_recomputing_costs_a_forward_and_keeps_inputs_alone() -> None:
         recompute(made, "alway")
     with pytest.raises(ConfigError, match="recomputes already"):
         recompute(always, "always")
+
+
+@pytest.mark.parametrize(
+    ("room", "mode"),
+    [(None, "never"), ([40.0] * 4, "never"), ([39.0] * 4, "except-last"), ([22.0, 21.0, 19.0, 10.0], "always"),
+     ([0.0] * 4, "always")],
+)  # fmt: skip
+def test_what_is_computed_again_is_the_fastest_that_fits(room: list[float] | None, mode: str) -> None:
+    made, costs = plan("1f1b", 4, 8), Costs.even(4, kept_bytes=10.0, input_bytes=1.0)
+    found = fastest_within(made, costs, None, room)
+    assert mode_of(found) == mode and found == recompute(made, mode)
+    assert Pipeline(plan="1f1b", recompute="auto").plan_of(4, 8, costs, None, room) == found

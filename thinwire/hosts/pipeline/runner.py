@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,15 +152,10 @@ class Runner:
         own = self.plan.chunks_of(self.mailbox.rank)
         if sorted(self.chunks) != own:
             raise ConfigError(f"rank {self.mailbox.rank} was given chunks {sorted(self.chunks)}: the plan's are {own}")
-        counting = [
-            name
-            for chunk in self.chunks.values()
-            for name, module in chunk.named_modules()
-            if isinstance(module, _NormBase) and module.track_running_stats and not isinstance(module, _BatchNorm)
-        ]
+        counting = counts_forwards(self.chunks.values())
         if counting and self._recomputed:
             raise ConfigError(
-                f"{counting[0]} keeps statistics of each forward, and the plan computes forwards twice: "
+                f"{counting} keeps statistics of each forward, and the plan computes forwards twice: "
                 "use recompute 'never', or track_running_stats=False"
             )
 
@@ -256,6 +251,17 @@ class Runner:
         if arrival.kind == "scores":
             return num * wide(self.dtype).itemsize
         return self.crossing.packet_bytes(direction, num, self.dtype) if num else 0
+
+
+def counts_forwards(chunks: Iterable[nn.Module]) -> str:
+    """The first module that keeps statistics of each forward, which must not be computed twice; empty: none does."""
+    counting = (
+        name
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, _NormBase) and module.track_running_stats and not isinstance(module, _BatchNorm)
+    )
+    return next(counting, "")
 
 
 def direction_of(arrival: Arrival | Shared) -> str:

@@ -20,9 +20,10 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.offload.hollow import any_values, is_hollow
 from thinwire.hosts.pipeline.links import measured_links
+from thinwire.hosts.pipeline.memory import Activations, kept_by
 from thinwire.hosts.pipeline.measured import measured, spans_of_all
 from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, packed, recovered
-from thinwire.hosts.pipeline.runner import Runner
+from thinwire.hosts.pipeline.runner import Runner, counts_forwards
 from thinwire.hosts.pipeline.shared import SharedMailbox
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.pipeline.vocabulary import SpreadRows, SpreadVocabulary, spread_rows, whole_logits
@@ -33,6 +34,7 @@ from thinwire.methods.pipeline import Action, Chunk, Costs, Cut, Plan, cut, in_f
 from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import AGREE, BACKWARD, EMBED, FORWARD, SCATTER, SCORE, TRAIN, ordered, straight
+from thinwire.methods.pipeline.recompute import AUTO, MODES, mode_of
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, lr_factor
 from thinwire.methods.pipeline.simulate import PipelineTimeline, trace
 from thinwire.methods.pipeline.vocabulary import Own
@@ -264,6 +266,13 @@ class PipelineStage:
         self.crossing = part.options.crossing(seed)
         self.tied = TiedWeights(self.mailbox, part.tied)
         self._runners: dict[int, Runner] = {}
+        # Where recompute is "auto": what activations take and may take, known with the first micro-batches.
+        self.activations: Activations | None = None
+        # Rows on it.
+        self.on_recompute: list[Row] = []
+        if part.options.recompute == AUTO:
+            how = "by free memory and simulated seconds"
+            self.on_recompute = [(f"recompute {AUTO}", "decided with the first micro-batches", how)]
         self.last: dict[int, LastMessages] = {}
         self._forget_messages()
         self.device = next(iter(part.made.model.parameters())).device
@@ -314,9 +323,10 @@ class PipelineStage:
         Each rank sends its gradients as soon as its own last backward is done. Raises ConfigError for a number of
         batches that does not fit the plan.
         """
+        self._call_by(loss)
+        self.settle(batches, loss)
         runner = self._runner(len(batches))
         runner.num_before = self.num_before
-        self._call_by(loss)
         start = time.perf_counter()
         with self.optimizer.no_sync():
             part = runner.run(batches, token_shares(batches))
@@ -335,9 +345,43 @@ class PipelineStage:
             self.trace += trace(spans_of_all(runner, self.comm), "measured")
         return float(part)
 
+    def settle(self, batches: Sequence[MicroBatch], loss: Loss = models_own) -> list[Row]:
+        """Where recompute is "auto" and undecided, decide it for steps of such micro-batches, and return a row on it.
+
+        Of tensors only shapes count, so they may be on meta. A collective over all ranks.
+        """
+        if self.part.options.recompute != AUTO or self.activations is not None:
+            return []
+        self._call_by(loss)
+        made, everyone = self.part.made, self.optimizer.everyone
+        largest = max(batches, key=lambda batch: batch[0].numel())
+        own = {}
+        for number, chunk in self.part.chunks.items():
+            starts = number == 0 and made.vocabulary is None
+            own[number] = kept_by(chunk, None if starts else made.shape(0, largest), made.dtype, largest)
+        num_trained = sum(param.numel() for param in made.model.parameters() if param.requires_grad)
+        counting = counts_forwards(self.part.chunks.values())
+        found = Activations.of_all(
+            own, made.num_chunks, self.number, self.num_stages, num_trained, self.device, everyone, not counting
+        )
+        if self.part.vocabulary is not None:
+            found = replace(found, spread=self.part.vocabulary.kept_bytes(largest))
+        self.activations = found
+        plan = self._runner(len(batches)).plan
+        peaks = simulate(plan, found.costs(Costs.even(made.num_chunks))).peak_bytes
+        shown = ", ".join(f"{peak / 1e6:.1f} of {free / 1e6:.0f}" for peak, free in zip(peaks, found.free, strict=True))
+        mode, why = mode_of(plan), f"activations of the stages, in MB of what is free for them: {shown}"
+        if any(peak > free for peak, free in zip(peaks, found.free, strict=True)):
+            why += "; no choice fits: a smaller micro-batch, in_flight or chunk does"
+        elif found.free[0] == torch.inf:
+            why = "a layer keeps statistics of each forward, and must not run twice"
+        self.on_recompute = [(f"recompute {AUTO}", f"{mode}: {MODES[mode]}", why)]
+        return self.on_recompute
+
     def next_loss(self, batches: Sequence[MicroBatch], loss: Loss = models_own) -> float:
         """The loss that `forward_backward` would return, as the mean over all replicas. A collective over all ranks."""
         self._call_by(loss)
+        self.settle(batches, loss)
         part = self._runner(len(batches)).evaluate(batches, token_shares(batches), self.num_before)
         everyone = self.optimizer.everyone
         own = torch.tensor([float(part) * self.num_stages], dtype=torch.float64)
@@ -530,8 +574,14 @@ class PipelineStage:
 
     def _runner(self, num: int) -> Runner:
         if num not in self._runners:
-            self._runners[num] = self._running(self.part.options.plan_of(self.num_stages, num))
+            self._runners[num] = self._running(self._plan_of(num))
         return self._runners[num]
+
+    def _plan_of(self, num: int, costs: Costs | None = None, network: Network | None = None) -> Plan:
+        memory = None
+        if (known := self.activations) is not None:
+            costs, memory = known.costs(costs or Costs.even(self.part.made.num_chunks)), known.free
+        return self.part.options.plan_of(self.num_stages, num, costs, network, memory)
 
     def _forward_runner(self) -> Runner:
         """A runner of a plan for the forwards of one micro-batch."""
@@ -560,7 +610,7 @@ class PipelineStage:
         costs: Costs = self._of_first(measured(runner, self.comm, batches))
         network: Network = self._of_first(measured_links(self.comm, self._probe))
         num = len(batches)
-        plan = self.part.options.plan_of(self.num_stages, num, costs, network)
+        plan = self._plan_of(num, costs, network)
         self._runners[num] = self._running(plan)
         found = simulate(plan, costs, network)
         bubbles = tuple(idle / max(found.makespan_s, 1e-12) for idle in found.idle_s)

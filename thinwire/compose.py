@@ -56,6 +56,7 @@ from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
 from thinwire.models.moe import MoELlama, check_axes
 from thinwire.models.tensor import cut_over
+from thinwire.models.vocabulary import lose_by_rows
 from thinwire.optim import SummingOptimizer
 from thinwire.registry import check_on_mesh
 from thinwire.state.given import optimizer_options, same_on_all_ranks
@@ -385,6 +386,7 @@ class PipelinedModel(Stage):
         snapshot.pieces = {name: replace(piece, holders=self._holders) for name, piece in snapshot.pieces.items()}
         times = [self.pipeline.recoveries.get(stage, 0) for stage in range(self.pipeline.num_stages)]
         snapshot.common |= {"micro_batches": self.pipeline.num_before, "recoveries": times}
+        snapshot.common |= {"pipeline_plan": self.pipeline.plan_kept()}
         return snapshot
 
     def restore(self, source: Source) -> None:
@@ -398,6 +400,8 @@ class PipelinedModel(Stage):
         elif any(times):
             source.note("larger learning rates of recovered stages", "dropped", "the stages are others")
         self.pipeline.restore(source.common.get("micro_batches", 0))
+        if told := self.pipeline.take_plan(source.common.get("pipeline_plan", {})):
+            source.note("paths of micro-batches", told, "they were planned for measured links")
 
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
         held = dict(self.module.named_parameters())
@@ -546,7 +550,12 @@ def parallelize(
         part, stages = cut_layers(model, optimizer, mesh, given, initial)
     if "tensor" in names:
         # Of a stage's layers alone.
-        tensor = cut_parameters(model, optimizer, mesh["tensor"])
+        chunks = part.chunks.values() if part is not None else ()
+        tensor = cut_parameters(model, optimizer, mesh["tensor"], chunks)
+        if part is None:
+            lose_by_rows(model)
+        else:
+            part = part.local(tensor)
         rows.append(tensor_row(model, tensor, timeout_s))
     axis = axis_of(mesh, tensor, part, stages)
     if axis is not None:
@@ -917,5 +926,7 @@ def tensor_row(model: nn.Module, axis: TensorAxis, timeout_s: float) -> Row:
     differed = check_same_copies(model, axis, comm)
     comm.close()
     effect = f"{len(axis.local_names())} parameters cut over {axis.mesh.size()} ranks"
+    if why := vars(model).get("whole_vocabulary"):
+        effect += f"; embedding and head are whole on each: {why}"
     sent = f"{len(differed)} copies differed and were sent by its first rank" if differed else "copies are equal"
     return "tensor axis", effect, sent

@@ -132,7 +132,7 @@ def _largest(comm: Communicator, value: float) -> float:
 
 
 def machine_mark() -> int:
-    """A number that this machine's processes share. Emulated nodes are on one machine, told by its boot's identifier."""
+    """A number that the processes of this machine share. Emulated nodes are one machine, told by its boot's number."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return zlib.crc32((boot.read_text() if boot.exists() else socket.gethostname()).encode())
 

@@ -55,20 +55,21 @@ def head_of(model: nn.Module) -> nn.Linear:
     return given[id(logits)]
 
 
-def cut_loss(model: nn.Module, head: nn.Linear | None = None) -> None:
+def cut_loss(model: nn.Module, head: nn.Linear | None = None, impl: str = "auto") -> None:
     """Make `model(tokens, targets)` compute its loss without logits; `model(tokens)` returns them as before.
 
     During `model(tokens, targets)`, `head`, by default `head_of(model)`, returns the mean loss of `cut_cross_entropy`
     in place of the logits, and the model must pass it on. The head is still called as a module, so hooks of hosts
-    around its forward run.
+    around its forward run. impl: see `cut_cross_entropy`; a second call for a model takes the place of the first.
     """
-    head, own = head or head_of(model), model.forward
+    head, own = head or head_of(model), vars(model).get("gives_logits", model.forward)
+    vars(model)["gives_logits"] = own
 
     def forward(tokens: Tensor, targets: Tensor | None = None, *more: Tensor) -> Tensor:
         if targets is None:
             return own(tokens)
         before: Any = vars(head).get("forward")
-        head.forward = _giving(head, targets)  # type: ignore[method-assign, assignment]
+        head.forward = _giving(head, targets, impl)  # type: ignore[method-assign, assignment]
         try:
             return own(tokens, targets, *more)
         finally:
@@ -81,7 +82,7 @@ def cut_loss(model: nn.Module, head: nn.Linear | None = None) -> None:
     vars(model)["gives_loss"] = True
 
 
-def _giving(head: nn.Linear, targets: Tensor) -> Callable[[Tensor], Tensor]:
+def _giving(head: nn.Linear, targets: Tensor, impl: str) -> Callable[[Tensor], Tensor]:
     """A forward of the head that gives the mean loss; under autocast products are computed in its dtype."""
 
     def loss(hidden: Tensor) -> Tensor:
@@ -89,6 +90,6 @@ def _giving(head: nn.Linear, targets: Tensor) -> Callable[[Tensor], Tensor]:
         kind = "cpu" if hidden.is_meta else hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         with torch.autocast(kind, enabled=False):
-            return cut_cross_entropy(hidden.to(dtype), head.weight.to(dtype), targets, bias=head.bias)
+            return cut_cross_entropy(hidden.to(dtype), head.weight.to(dtype), targets, bias=head.bias, impl=impl)
 
     return loss

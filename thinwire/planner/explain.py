@@ -191,7 +191,12 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         why = "other methods change what a step learns; name those to be tried"
         notes.insert(0, ("--strategy all", f"{' and '.join(SEARCHED)} are tried", why))
     kept, rows = activations_on(laid)
-    notes = [*notes_on(config, names, kept is not None), *notes, *rows, *notes_on_methods(methods)]
+    notes = [
+        *notes_on(config, names, kept is not None, laid.search is not None),
+        *notes,
+        *rows,
+        *notes_on_methods(methods),
+    ]
     notes += resident.rows if resident else ()
     return Explained(
         laid.total, Topology(config.nodes, config.local_size), config.passes, plans, *rates,
@@ -423,11 +428,11 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     if config.tensor == AUTO and config.stages != AUTO:
         raise ConfigError(f"--tensor {AUTO} is found beside the stages; nearest: --stages {AUTO} --tensor {AUTO}")
     if stages is not None and stages != shape.pipeline:
-        if config.mesh is not None or num_ranks % stages:
-            raise ConfigError(
-                f"--stages {stages}: must divide the {num_ranks} ranks, and leave --mesh out; nearest: "
-                f"--nodes {stages} --local-size 1"
-            )
+        if config.mesh is not None:
+            raise ConfigError(f"--stages {stages} beside --mesh {config.mesh}: leave one of them out")
+        if num_ranks % stages:
+            near = f"--stages {nearest_divisor(stages, num_ranks)}, or --nodes {stages} --local-size 1"
+            raise ConfigError(f"--stages {stages}: must divide the {num_ranks} ranks; nearest: {near}")
         shape = MeshShape({"pipeline": stages, "data": num_ranks // stages})
     tensor, left = config.tensor if isinstance(config.tensor, int) else 1, shape.sizes["data"]
     if tensor > 1 and tensor != shape.tensor:
@@ -630,8 +635,11 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
     return module
 
 
-def notes_on(config: ExplainConfig, names: list[str], counts: bool) -> Iterator[tuple[str, str, str]]:
-    """Rows about options without an effect. counts: activations without stages are counted."""
+def notes_on(config: ExplainConfig, names: list[str], counts: bool, searched: bool) -> Iterator[Row]:
+    """Rows about options without an effect.
+
+    counts: activations without stages are counted. searched: the number of stages was found.
+    """
     used = {strategy_table(name) for name in names}
     used |= {model_table(config.model)} if config.parameters is None else set()
     used |= {table for table in (SEQUENCE, EXPERTS) if config.tables.get(table, {}).get("parallel", 1) > 1}
@@ -655,7 +663,7 @@ def notes_on(config: ExplainConfig, names: list[str], counts: bool) -> Iterator[
         for name in (*of_pass, *of_step, "memory_gb"):
             if getattr(config, name) != getattr(ExplainConfig(), name):
                 yield f"{flag(name)} {getattr(config, name)}", "no effect", "it is for --stages"
-    elif config.memory_gb is not None and AUTO not in (config.stages, config.tables.get(PIPELINE, {}).get("recompute")):
+    elif config.memory_gb and not searched and config.tables.get(PIPELINE, {}).get("recompute") != AUTO:
         yield (
             f"--memory-gb {config.memory_gb:g}",
             "no effect",

@@ -174,7 +174,9 @@ def stages_of(
         more_s = slope * (num_micro_batches - num)
     head, embedding, home = model.lm_head.weight, model.model.embed_tokens.weight, options.home(stages)
     is_sent = head is embedding and home[-1] != home[0] and options.head != SPREAD
-    tied_bytes = -(-head.nbytes // tensor) if is_sent else 0
+    # Of the tensor ranks each sends its rows, or its share of a whole weight.
+    whole_bytes = model.config.vocab_size * head.shape[1] * head.element_size()
+    tied_bytes = -(-whole_bytes // tensor) if is_sent else 0
     held = in_flight(plan)
     return Stages(options, tuple(parts), sizes, timeline, held, num_micro_batches, more_s, tied_bytes, tensor)
 

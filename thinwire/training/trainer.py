@@ -490,9 +490,10 @@ class Trainer:
         prediction = self._prediction
         if prediction is not None:
             found |= {"predicted_pipeline_s": prediction.step_s, "predicted_bubble": prediction.bubbles[0]}
-        elif pipeline.prediction is not None and self.reporter is not None:
+        if pipeline.prediction is not prediction and self.reporter is not None:
+            why = f"a link has drifted, {pipeline.why_planned}; " if pipeline.why_planned else ""
             self.reporter.progress.say(
-                f"the pipeline from now on, simulated with the times of the step before: {pipeline.prediction}"
+                f"{why}the pipeline from now on, simulated with the times of the step before: {pipeline.prediction}"
             )
         # Of the steps that follow.
         self._prediction = pipeline.prediction

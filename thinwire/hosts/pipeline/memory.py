@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thinwire.calibration.machine import machine_mark
@@ -63,12 +63,15 @@ class Activations:
         return cls(tuple(sizes_of[:, 0].tolist()), tuple(sizes_of[:, 1].tolist()), tuple(of_stages))
 
 
-def kept_by(chunk: nn.Module, hidden: tuple[int, ...] | None, dtype: torch.dtype, like: Any) -> tuple[float, float]:
+def kept_by(
+    chunk: nn.Module, hidden: tuple[int, ...] | None, dtype: torch.dtype, like: Any, *, is_alone: bool = True
+) -> tuple[float, float]:
     """Bytes that a forward of a chunk keeps for its backward, its input included, and those of its input.
 
     Counted on tensors without memory, or by a forward of zeros where a model computes with their values.
 
-    hidden: shape of what arrives; None: nothing. like: (tokens, targets); only shapes and dtypes count.
+    hidden: shape of what arrives; None: nothing. like: (tokens, targets); only shapes count. is_alone: a forward sends
+    nothing; others run, on all ranks that it needs.
     """
     params = [*chunk.parameters(), *chunk.buffers()]
     device = params[0].device if params else torch.device("cpu")
@@ -85,7 +88,7 @@ def kept_by(chunk: nn.Module, hidden: tuple[int, ...] | None, dtype: torch.dtype
         return found + num_bytes, num_bytes
 
     try:
-        return count(FakeTensorMode(allow_non_fake_inputs=True))
+        return count(FakeTensorMode(allow_non_fake_inputs=True) if is_alone else None)
     except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
         return count(None)
     finally:

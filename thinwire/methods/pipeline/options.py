@@ -148,8 +148,9 @@ class Pipeline:
                 f"recover {self.recover!r} with across {REPLICAS!r}: not supported; nearest: across {STAGES!r}"
             )
         if self.recompute not in (*MODES, AUTO):
-            near = nearest(self.recompute, [*MODES, AUTO])
-            problems.messages.append(f"recompute {self.recompute!r} is unknown{near}")
+            problems.messages.append(
+                f"recompute {self.recompute!r} is unknown{nearest(self.recompute, [*MODES, AUTO])}"
+            )
         problems.raise_any()
 
     @property
@@ -157,6 +158,11 @@ class Pipeline:
         """The codecs whose kernels are compiled before the workers start."""
         found = (self.crossing(0).codec(direction) for direction in ("forward", "backward"))
         return tuple(codec for codec in found if codec is not None)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the plan is made for measured stages and links."""
+        return self.plan == FITTED and self.recover != SWAP
 
     def crossing(self, seed: int) -> Crossing:
         """The codecs at borders."""
@@ -199,8 +205,7 @@ class Pipeline:
         Raises ConfigError for a number of micro-batches that the plan does not support.
         """
         if self.skip:
-            # Not fitted: what is left out, and in which order gradients are added, must not depend on a clock.
-            made = skipping(stages, micro_batches, self.skip, in_flight=self.in_flight)
+            made = skipping(stages, micro_batches, self.skip, costs, network, self.in_flight)
         elif self.recover == SWAP:
             made = swapping(stages, micro_batches, self.in_flight)
         elif self.head == SPREAD:
@@ -241,8 +246,7 @@ class Pipeline:
             "last": "the last stage", "first": "the first stage, to which micro-batches come back",
             SPREAD: f"all stages, some rows on each, like the embedding; barriers: {self.barriers}",
         }[self.head]  # fmt: skip
-        is_fitted = self.plan == FITTED and not self.skip and self.recover != SWAP
-        why = "fitted to what the second step measures" if is_fitted else ""
+        why = "fitted to what the second step measures, and anew when links drift" if self.is_measured else ""
         rows: list[Row] = [
             ("pipeline plan", self.plan, why),
             (
@@ -255,7 +259,7 @@ class Pipeline:
         if self.skip:
             stages = sum(size > 0 for size in sizes)
             visited = f"{path_length(stages, self.skip)} of {stages} stages for each micro-batch"
-            rows.append((f"skip {self.skip:g}", visited, "paths and order are planned for equal stages and links"))
+            rows.append((f"skip {self.skip:g}", visited, "planned for equal stages and links until these are measured"))
         if self.delta:
             effect = f"to each sequence's last message, in at most {self.delta_mb} MB of memory for a border and side"
             rows.append(("differences forward", effect, "the first sequences are kept; others cross whole"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, nearest
@@ -53,7 +54,7 @@ def fastest_within(
     return made[min(fits, key=lambda mode: steps[mode].makespan_s, default="always")]
 
 
-def mode_of(plan: Plan) -> str:
+def mode_of(plan: Plan) -> Literal["never", "except-last", "always"]:
     """The mode of MODES in which a plan recomputes."""
     again = sum(action.kind == RECOMPUTE for order in plan.orders for action in order)
     if not again:

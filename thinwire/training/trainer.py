@@ -95,6 +95,7 @@ class Trainer:
         # A checkpoint of this step has its next loss already, or another layout's loss would follow.
         self._known_after = -1
         self.step = 0
+        self.engine.settle(self._batches_on_meta)
         load_report = self._begin(saved, reunion, survivor)
         self._watchdog = Watchdog(run.config.dead_steps)
         self._traffic = self._first_traffic = self.optimizer.meter.snapshot()
@@ -188,10 +189,7 @@ class Trainer:
         """Rows on what ranks send each other beside a strategy's bytes, and on a sample and a teacher."""
         config, lessons = self.config, self.engine.distillation
         if self.stage.pipeline is not None:
-            tokens = torch.empty(self.batch.micro_batch, self.config.seq_len, device="meta")
-            batches = [(tokens, tokens)] * self.batch.accumulation
-            self.engine.settle(batches)
-            yield self._border_row(self.stage.pipeline, batches)
+            yield self._border_row(self.stage.pipeline, self._batches_on_meta)
             if self.engine.why_whole:
                 yield "weights of the own stage alone", "the whole model on every rank, at first", self.engine.why_whole
         if self.optimizer.weights_pass and config.sample_tokens:
@@ -231,6 +229,12 @@ class Trainer:
         """Note the start of the next step, in a run that may have to repeat it."""
         pipeline = self.stage.pipeline
         return StepStart.of(self.step, self.engine) if pipeline is not None and pipeline.ends is not None else None
+
+    @property
+    def _batches_on_meta(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A step's micro-batches, without memory."""
+        tokens = torch.empty(self.batch.micro_batch, self.config.seq_len, device="meta")
+        return [(tokens, tokens)] * self.batch.accumulation
 
     def _border_row(self, pipeline: PipelineStage, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Row:
         """A row about what stages send each other in a step."""

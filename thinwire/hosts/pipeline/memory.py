@@ -78,7 +78,7 @@ def kept_by(
     random = random_state()
 
     def count(mode: FakeTensorMode | None) -> tuple[float, float]:
-        with mode or nullcontext():
+        with mode or nullcontext(), torch.enable_grad():
             given = tuple(torch.zeros(each.shape, dtype=torch.int64, device=device) for each in like)
             arrived = None if hidden is None else torch.zeros(hidden, dtype=dtype, device=device, requires_grad=True)
             weights = [param if mode is None else mode.from_tensor(param) for param in params]

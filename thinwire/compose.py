@@ -328,14 +328,14 @@ class PipelinedModel(Stage):
 
     def __init__(
         self, model: nn.Module, optimizer: ParallelOptimizer, rows: Sequence[Row], pipeline: PipelineStage,
-        tensor: TensorAxis | None = None, holders: Sequence[int] = (),
+        tensor: TensorAxis | None = None, holders: Sequence[int] = (), *, announces: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model, optimizer, [*rows, *pipeline.describe()], tensor)
         # Rows of embedding and head may be on all stages; a tensor axis is not beside them.
         self._cut = tensor or pipeline.part.rows
         self._holders = tuple(holders)
         # Whether the first rank prints what is found with the first micro-batches.
-        self.announces = False
+        self.announces = announces
         self.pipeline: PipelineStage = pipeline
         self.borders = pipeline.borders
         model.forward = pipeline.forward
@@ -549,13 +549,7 @@ def parallelize(
     if "pipeline" in names:
         part, stages = cut_layers(model, optimizer, mesh, given, initial)
     if "tensor" in names:
-        # Of a stage's layers alone.
-        chunks = part.chunks.values() if part is not None else ()
-        tensor = cut_parameters(model, optimizer, mesh["tensor"], chunks)
-        if part is None:
-            lose_by_rows(model)
-        else:
-            part = part.local(tensor)
+        tensor, part = cut_matrices(model, optimizer, mesh, part)
         rows.append(tensor_row(model, tensor, timeout_s))
     axis = axis_of(mesh, tensor, part, stages)
     if axis is not None:
@@ -589,7 +583,8 @@ def parallelize(
         own = PipelineStage(part, mesh["pipeline"], parallel, tensor=tensor, **of_ranks)
         if stages is not None:
             stages.after_write = own.weights_written
-        stage: Stage = PipelinedModel(model, parallel, rows, own, tensor, holders_of(mesh, "pipeline"))
+        holders = holders_of(mesh, "pipeline")
+        stage: Stage = PipelinedModel(model, parallel, rows, own, tensor, holders, announces=announce)
     else:
         sequence = None
         if "sequence" in names:
@@ -601,8 +596,6 @@ def parallelize(
         stage = Stage(module, parallel, rows, tensor, sequence, experts)
     if announce and mesh.get_rank() == 0:
         announce_table(stage.describe())
-    if isinstance(stage, PipelinedModel):
-        stage.announces = announce
     return stage
 
 
@@ -658,6 +651,16 @@ def cut_layers(
         return part, None
     trained = tuple(map(part.holdings.trained_by, range(mesh["pipeline"].size())))
     return part, StageAxis(mesh["pipeline"], skeleton, trained)
+
+
+def cut_matrices(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, part: StagePart | None
+) -> tuple[TensorAxis, StagePart | None]:
+    """The tensor axis of a model, or of what a stage has of it, and that part with local tensors."""
+    tensor = cut_parameters(model, optimizer, mesh["tensor"], () if part is None else part.chunks.values())
+    if part is None:
+        lose_by_rows(model)
+    return tensor, None if part is None else part.local(tensor)
 
 
 def axis_of(

@@ -33,7 +33,7 @@ from thinwire.methods.pipeline.plan import (
     WEIGHT,
     Arrival,
     Bridged,
-    Message,
+    PlanMessage,
     Shared,
     Visit,
 )
@@ -201,7 +201,7 @@ class Runner:
             Expected(self.label(need), sender, self._num_bytes(need, micro_batches))
             for action in order
             for need in self.plan.routes.needs(action)
-            if isinstance(need, Message)
+            if isinstance(need, PlanMessage)
             and (sender := self.sender(need)) != self.mailbox.rank
             and self._num_bytes(need, micro_batches)
         ]
@@ -212,7 +212,7 @@ class Runner:
         assert self._vocabulary is not None
         return self._vocabulary
 
-    def sender(self, arrival: Message) -> int:
+    def sender(self, arrival: PlanMessage) -> int:
         """The rank that sends this message."""
         if isinstance(arrival, Shared):
             return arrival.source
@@ -223,13 +223,13 @@ class Runner:
         assert visit is not None
         return self.plan.home[visit.chunk]
 
-    def target(self, arrival: Message) -> int:
+    def target(self, arrival: PlanMessage) -> int:
         """The rank that receives this message."""
         if isinstance(arrival, Bridged):
             return self.plan.home[arrival.ends[1]]
         return arrival.target if isinstance(arrival, Shared) else self.plan.home[arrival.chunk]
 
-    def border(self, arrival: Message) -> int:
+    def border(self, arrival: PlanMessage) -> int:
         """The chunk whose output, or its gradient, is sent; messages about the vocabulary have numbers of their own."""
         num = len(self.plan.home)
         if isinstance(arrival, Bridged):
@@ -249,7 +249,7 @@ class Runner:
         chunk = arrival.source if isinstance(arrival, Bridged) else self.border(arrival)
         return torch.Size(self.shape(chunk, micro_batch))
 
-    def label(self, arrival: Message) -> Label:
+    def label(self, arrival: PlanMessage) -> Label:
         """The label of the message in the mailbox."""
         if isinstance(arrival, Shared):
             # Behind the hops of all chunks.
@@ -261,7 +261,7 @@ class Runner:
             return Label(arrival.kind, arrival.micro_batch, hop)
         return Label(arrival.kind, arrival.micro_batch, self.plan.routes.hop[arrival.visit])
 
-    def _num_bytes(self, arrival: Message, micro_batches: Sequence[Any]) -> int:
+    def _num_bytes(self, arrival: PlanMessage, micro_batches: Sequence[Any]) -> int:
         micro_batch, direction = micro_batches[arrival.micro_batch], direction_of(arrival)
         if not isinstance(arrival, Shared):
             num = torch.Size(self.shape_of(arrival, micro_batch)).numel()
@@ -284,7 +284,7 @@ def counts_forwards(chunks: Iterable[nn.Module]) -> str:
     return next(counting, "")
 
 
-def direction_of(arrival: Message) -> str:
+def direction_of(arrival: PlanMessage) -> str:
     """Whether a message counts as "forward" or "backward", which also selects its codec."""
     if isinstance(arrival, Shared):
         return "backward" if arrival.kind in ("part", "gradient") else "forward"
@@ -301,7 +301,7 @@ class _RunningStep:
         self.first_number = first_number
         self.loss = torch.zeros((), device=runner.device)
         # What went from one chunk of this rank to another.
-        self._handed: dict[Message, Tensor] = {}
+        self._handed: dict[PlanMessage, Tensor] = {}
         self._visits: dict[Visit, VisitState] = {}
         # What came over bridges for the action that is to run.
         self._over_bridges: list[Tensor] = []
@@ -311,11 +311,11 @@ class _RunningStep:
     def arrived(self, action: Action) -> list[Tensor]:
         """Wait for the tensors that an action needs from other ranks, and return them without those of bridges."""
         needs = self.runner.plan.routes.needs(action)
-        found = [(need, self._taken(need)) for need in needs if isinstance(need, Message)]
+        found = [(need, self._taken(need)) for need in needs if isinstance(need, PlanMessage)]
         self._over_bridges = [value for need, value in found if isinstance(need, Bridged)]
         return [value for need, value in found if not isinstance(need, Bridged)]
 
-    def _taken(self, arrival: Message) -> Tensor:
+    def _taken(self, arrival: PlanMessage) -> Tensor:
         if arrival in self._handed:
             return self._handed.pop(arrival)
         runner, direction = self.runner, direction_of(arrival)

@@ -16,8 +16,8 @@ from thinwire.methods.pipeline.plan import (
     SPREAD_KINDS,
     WEIGHT,
     Action,
-    Message,
     Plan,
+    PlanMessage,
     Visit,
 )
 
@@ -132,7 +132,7 @@ def _of_visit(visit: Visit, kinds: set[str], home: int) -> Iterator[str]:
 
 def _of_waiting(plan: Plan) -> Iterator[str]:
     """Run the orders without a clock. Yield what each rank waits for if all of them wait."""
-    done: set[Action | Message] = set()
+    done: set[Action | PlanMessage] = set()
     places = [0] * plan.num_ranks
     moved = True
     while moved:

@@ -147,7 +147,7 @@ class Shared(NamedTuple):
         return f"the {self.kind} of micro-batch {self.micro_batch} from rank {self.source}"
 
 
-Message = Arrival | Shared | Bridged
+PlanMessage = Arrival | Shared | Bridged
 
 
 class Routes:
@@ -173,7 +173,7 @@ class Routes:
             self.after.update(zip(visits, [*visits[1:], None], strict=True))
             self.hop.update((visit, hop) for hop, visit in enumerate(visits))
 
-    def needs(self, action: Action) -> list[Action | Message]:
+    def needs(self, action: Action) -> list[Action | PlanMessage]:
         """What must have arrived or ended before an action can start; what comes over bridges is last."""
         found = self._needs(action)
         if action.kind == FORWARD:
@@ -184,7 +184,7 @@ class Routes:
             ]
         return found
 
-    def gives(self, action: Action) -> list[Message]:
+    def gives(self, action: Action) -> list[PlanMessage]:
         """The tensors of an action that other ranks, or the same rank later, need; those over bridges are last."""
         found = self._gives(action)
         if action.kind == FORWARD:
@@ -195,7 +195,7 @@ class Routes:
             ]
         return found
 
-    def _needs(self, action: Action) -> list[Action | Message]:
+    def _needs(self, action: Action) -> list[Action | PlanMessage]:
         visit, own, number = action.visit, Action(FORWARD, *action.visit), action.micro_batch
         if action.kind == FORWARD:
             return [Arrival("forward", *visit)] if self.before[visit] else self._from_all("rows", number, 0)
@@ -215,7 +215,7 @@ class Routes:
             return [Action(AGREE, *visit)]
         return [Shared("gradient", first, action.chunk, number)] if action.kind == SCATTER else []
 
-    def _gives(self, action: Action) -> list[Message]:
+    def _gives(self, action: Action) -> list[PlanMessage]:
         rank, number = action.chunk, action.micro_batch
         if action.kind == FORWARD:
             after = self.after[action.visit]
@@ -232,11 +232,11 @@ class Routes:
             return [Shared("part", rank, self._ends[number][1], number)]
         return []
 
-    def _from_all(self, kind: str, number: int, end: int) -> list[Action | Message]:
+    def _from_all(self, kind: str, number: int, end: int) -> list[Action | PlanMessage]:
         """The messages from each rank to that of one end of a path."""
         return [Shared(kind, rank, self._ends[number][end], number) for rank in self._ranks]
 
-    def _to_all(self, kind: str, number: int, end: int) -> list[Message]:
+    def _to_all(self, kind: str, number: int, end: int) -> list[PlanMessage]:
         return [Shared(kind, self._ends[number][end], rank, number) for rank in self._ranks]
 
 

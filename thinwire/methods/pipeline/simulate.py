@@ -20,8 +20,8 @@ from thinwire.methods.pipeline.plan import (
     WEIGHT,
     Action,
     Bridged,
-    Message,
     Plan,
+    PlanMessage,
     Routes,
     Shared,
     Visit,
@@ -98,7 +98,7 @@ class PipelineTimeline:
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     link_bytes: dict[tuple[int, int], float]
     peak_bytes: tuple[float, ...]
-    messages: tuple[tuple[int, int, Message, float, float], ...] = ()
+    messages: tuple[tuple[int, int, PlanMessage, float, float], ...] = ()
 
     @property
     def makespan_s(self) -> float:
@@ -187,7 +187,7 @@ class PipelineClock:
     cores: Cores | None = None
     barriers: int = 0
     bridges: Sequence[tuple[int, int]] = ()
-    done: set[Action | Message] = field(default_factory=set)
+    done: set[Action | PlanMessage] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if len(self.costs.forward_s) != len(self.home):
@@ -201,8 +201,8 @@ class PipelineClock:
         self._begun_s = [0.0] * self.num_ranks
         self._spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(self.num_ranks)]
         self._link_bytes: dict[tuple[int, int], float] = {}
-        self._sent: dict[Message, tuple[int, int, float]] = {}
-        self._messages: list[tuple[int, int, Message, float, float]] = []
+        self._sent: dict[PlanMessage, tuple[int, int, float]] = {}
+        self._messages: list[tuple[int, int, PlanMessage, float, float]] = []
 
     def can_start(self, action: Action) -> bool:
         """Whether everything that an action needs is on its rank."""
@@ -226,7 +226,7 @@ class PipelineClock:
         peaks = tuple(memory.peak for memory in self.memory)
         return PipelineTimeline(tuple(map(tuple, self._spans)), self._link_bytes, peaks, tuple(self._messages))
 
-    def _arrive(self, arrived: Sequence[Message]) -> None:
+    def _arrive(self, arrived: Sequence[PlanMessage]) -> None:
         self.done.update(arrived)
         for what in arrived:
             source, target, sent_s = self._sent[what]
@@ -258,7 +258,7 @@ class PipelineClock:
         for given in self.routes.gives(action):
             self._give(rank, action, given)
 
-    def _give(self, rank: int, action: Action, given: Message) -> None:
+    def _give(self, rank: int, action: Action, given: PlanMessage) -> None:
         if isinstance(given, Bridged):
             target = self.home[given.ends[1]]
         else:

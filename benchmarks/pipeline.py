@@ -1,7 +1,10 @@
 """Orders of a pipeline on slow links, with held computing: measured, simulated, and torch's runtime in the same run.
 
     thinwire lab --nodes 4 --rate 100mbit -- python benchmarks/pipeline.py --rate 12.5e6 [--micro-batches 32]
-    torchrun --nproc-per-node 4 benchmarks/pipeline.py
+    torchrun --nproc-per-node 4 benchmarks/pipeline.py [--only fitted --torch] [--micro-batches 8] [--repeats 1]
+
+A row takes about 6 s for each repeat and one more, with 32 micro-batches. `--only`: the rows of these orders alone, and
+torch's where `--torch` is stated too.
 
 Without `--rate` the links are those of one machine, which take next to no time. Each stage sleeps for its computing, so
 that stages on few cores don't take turns: 50 ms forward and 100 ms backward for a micro-batch, messages of 0.52 MB.
@@ -32,6 +35,8 @@ from thinwire.methods.pipeline.border import Crossing
 
 FORWARD_S = 0.05
 ROWS, FEATURES = 508, 256
+# Orders; with "-few": with 8 bits forward and 4 back.
+NAMES = ("1f1b", "interleaved", "looped-bfs", "v-half", "gpipe", "fitted", "1f1b-few", "fitted-few")
 # Of a frame of Ethernet what TCP's payload is.
 PAYLOAD = 1448 / 1514
 # Of which the token buckets of the lab's links hold the bytes.
@@ -109,6 +114,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="bytes per second of the lab's links")
     parser.add_argument("--micro-batches", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", action="append", choices=NAMES, help="an order to run; by default all of them")
+    parser.add_argument("--torch", action="store_true", help="run torch's 1F1B beside --only")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     num_ranks, num = dist.get_world_size(), args.micro_batches
@@ -127,25 +134,25 @@ def main() -> None:
 
     exact, few = Crossing(), Crossing("int8/64:nearest", "int4/64")
     one = plan("1f1b", num_ranks, num)
-    rows = [
-        (name, plan(name, num_ranks, num), exact) for name in ("1f1b", "interleaved", "looped-bfs", "v-half", "gpipe")
-    ]
-    rows.append(("fitted", fitted(one.home, one.paths, costs(one, exact), links), exact))
-    rows.append(("1f1b, int8 and int4", one, few))
-    rows.append(("fitted, int8 and int4", fitted(one.home, one.paths, costs(one, few), links), few))
-    reference = of_torch(num, args.repeats)
+    rows = []
+    for name in args.only or NAMES:
+        order, crossing = name.removesuffix("-few"), few if name.endswith("-few") else exact
+        made = fitted(one.home, one.paths, costs(one, crossing), links) if order == "fitted" else None
+        rows.append((name, made or plan(order, num_ranks, num), crossing))
+    reference = of_torch(num, args.repeats) if args.torch or not args.only else None
     free = simulate(one, costs(one, exact)).makespan_s
     if dist.get_rank() == 0:
-        print(f"no link: {free:.2f} s\n1f1b of torch: {reference:.2f} s")
+        print(f"no link: {free:.2f} s" + ("" if reference is None else f"\n1f1b of torch: {reference:.2f} s"))
     errors = []
     for name, made, crossing in rows:
         took = ours(made, mailbox, crossing, args.repeats)
         predicted = simulate(made, costs(made, crossing), links).makespan_s
         errors.append(abs(predicted / took - 1))
         if dist.get_rank() == 0:
-            speed, slower = reference / took, took / simulate(made, costs(made, crossing)).makespan_s
-            said = f"simulated {predicted:.2f} s, {speed:.2f} times torch's 1f1b, {slower:.2f} times as long as no link"
-            print(f"{name}: {took:.2f} s, {said}", flush=True)
+            slower = took / simulate(made, costs(made, crossing)).makespan_s
+            said = f"{took:.2f} s, simulated {predicted:.2f} s, {slower:.2f} times as long as no link"
+            said += "" if reference is None else f", {reference / took:.2f} times torch's 1f1b"
+            print(f"{name}: {said}", flush=True)
     if dist.get_rank() == 0:
         print(f"median error of the simulation over {len(errors)} orders: {statistics.median(errors):.1%}")
     mailbox.close()

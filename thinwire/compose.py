@@ -56,6 +56,7 @@ from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
 from thinwire.models.moe import MoELlama, check_axes
 from thinwire.models.tensor import cut_over
+from thinwire.models.vocabulary import lose_by_rows
 from thinwire.optim import SummingOptimizer
 from thinwire.registry import check_on_mesh
 from thinwire.state.given import optimizer_options, same_on_all_ranks
@@ -327,12 +328,14 @@ class PipelinedModel(Stage):
 
     def __init__(
         self, model: nn.Module, optimizer: ParallelOptimizer, rows: Sequence[Row], pipeline: PipelineStage,
-        tensor: TensorAxis | None = None, holders: Sequence[int] = (),
+        tensor: TensorAxis | None = None, holders: Sequence[int] = (), *, announces: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model, optimizer, [*rows, *pipeline.describe()], tensor)
         # Rows of embedding and head may be on all stages; a tensor axis is not beside them.
         self._cut = tensor or pipeline.part.rows
         self._holders = tuple(holders)
+        # Whether the first rank prints what is found with the first micro-batches.
+        self.announces = announces
         self.pipeline: PipelineStage = pipeline
         self.borders = pipeline.borders
         model.forward = pipeline.forward
@@ -345,6 +348,9 @@ class PipelinedModel(Stage):
         not fit the plan.
         """
         with self._gradients_of_a_step(batches, loss):
+            found = self.pipeline.settle(batches, loss)
+            if self.announces and self.optimizer.everyone.rank == 0:
+                announce_table(found)
             return self.pipeline.forward_backward(batches, loss)
 
     def next_loss(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] = models_own) -> float:
@@ -364,7 +370,7 @@ class PipelinedModel(Stage):
         """See Stage. The rows about the method of the data axis describe the replicas of one stage."""
         rows, num = self.optimizer.describe(), self.optimizer.comm.world_size
         own = [row for row in rows if row[0].startswith(INSIDE)] or rows
-        outer = [*self._rows, *(row for row in rows if row not in own)]
+        outer = [*self._rows, *self.pipeline.on_recompute, *(row for row in rows if row not in own)]
         if num == 1:
             name, effect, _ = own[0]
             return [*outer, (name, effect, "one replica of each stage: it averages and sends nothing")]
@@ -380,6 +386,7 @@ class PipelinedModel(Stage):
         snapshot.pieces = {name: replace(piece, holders=self._holders) for name, piece in snapshot.pieces.items()}
         times = [self.pipeline.recoveries.get(stage, 0) for stage in range(self.pipeline.num_stages)]
         snapshot.common |= {"micro_batches": self.pipeline.num_before, "recoveries": times}
+        snapshot.common |= {"pipeline_plan": self.pipeline.plan_kept()}
         return snapshot
 
     def restore(self, source: Source) -> None:
@@ -393,6 +400,8 @@ class PipelinedModel(Stage):
         elif any(times):
             source.note("larger learning rates of recovered stages", "dropped", "the stages are others")
         self.pipeline.restore(source.common.get("micro_batches", 0))
+        if told := self.pipeline.take_plan(source.common.get("pipeline_plan", {})):
+            source.note("paths of micro-batches", told, "they were planned for measured links")
 
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
         held = dict(self.module.named_parameters())
@@ -540,8 +549,7 @@ def parallelize(
     if "pipeline" in names:
         part, stages = cut_layers(model, optimizer, mesh, given, initial)
     if "tensor" in names:
-        # Of a stage's layers alone.
-        tensor = cut_parameters(model, optimizer, mesh["tensor"])
+        tensor, part = cut_matrices(model, optimizer, mesh, part)
         rows.append(tensor_row(model, tensor, timeout_s))
     axis = axis_of(mesh, tensor, part, stages)
     if axis is not None:
@@ -575,7 +583,8 @@ def parallelize(
         own = PipelineStage(part, mesh["pipeline"], parallel, tensor=tensor, **of_ranks)
         if stages is not None:
             stages.after_write = own.weights_written
-        stage: Stage = PipelinedModel(model, parallel, rows, own, tensor, holders_of(mesh, "pipeline"))
+        holders = holders_of(mesh, "pipeline")
+        stage: Stage = PipelinedModel(model, parallel, rows, own, tensor, holders, announces=announce)
     else:
         sequence = None
         if "sequence" in names:
@@ -642,6 +651,16 @@ def cut_layers(
         return part, None
     trained = tuple(map(part.holdings.trained_by, range(mesh["pipeline"].size())))
     return part, StageAxis(mesh["pipeline"], skeleton, trained)
+
+
+def cut_matrices(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, part: StagePart | None
+) -> tuple[TensorAxis, StagePart | None]:
+    """The tensor axis of a model, or of what a stage has of it, and that part with local tensors."""
+    tensor = cut_parameters(model, optimizer, mesh["tensor"], () if part is None else part.chunks.values())
+    if part is None:
+        lose_by_rows(model)
+    return tensor, None if part is None else part.local(tensor)
 
 
 def axis_of(
@@ -910,5 +929,7 @@ def tensor_row(model: nn.Module, axis: TensorAxis, timeout_s: float) -> Row:
     differed = check_same_copies(model, axis, comm)
     comm.close()
     effect = f"{len(axis.local_names())} parameters cut over {axis.mesh.size()} ranks"
+    if why := vars(model).get("whole_vocabulary"):
+        effect += f"; embedding and head are whole on each: {why}"
     sent = f"{len(differed)} copies differed and were sent by its first rank" if differed else "copies are equal"
     return "tensor axis", effect, sent

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +117,19 @@ class Cuda(Device):
 
     def seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)
+
+
+def free_bytes(device: torch.device, num_local: int) -> float:
+    """Memory that one of the num_local processes of this machine may still take.
+
+    Of the machine's free memory an equal share; of a GPU, which a process has for itself, all that is free.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) / num_local
+    return Device().memory_bytes(num_local)
 
 
 def num_gpus() -> int:

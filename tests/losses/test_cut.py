@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -222,13 +224,16 @@ def over_ranks(rank: int, world_size: int) -> None:
     targets = torch.where(targets >= 0, targets % 400, targets)
     own = slice(0, 400) if rank == 0 else slice(400, V)
 
-    def found(e: Tensor, c: Tensor, b: Tensor) -> Tensor:
-        return cut_cross_entropy(e, c, targets, bias=b, softcap=5.0, z_loss=0.1, group=dist.group.WORLD)
-
-    mine = with_grads(found, e, c[own], bias[own])
     exact = with_grads(lambda e, c, b: plain(e, c, targets, bias=b, softcap=5.0, z_loss=0.1), e, c, bias)
-    for part, true in zip(mine, (*exact[:2], exact[2][own], exact[3][own]), strict=True):
-        torch.testing.assert_close(part, true, rtol=1e-12, atol=1e-12)
+    options: dict[str, Any] = {"softcap": 5.0, "z_loss": 0.1, "group": dist.group.WORLD}
+    for impl, num_sums in (("tiles", 3), ("plain", 2)):
+        told = partial(cut_cross_entropy, targets=targets, impl=impl, **options)
+        with CommDebugMode() as sums:
+            mine = with_grads(lambda e, c, b, told=told: told(e, c, bias=b), e, c[own], bias[own])
+        for part, true in zip(mine, (*exact[:2], exact[2][own], exact[3][own]), strict=True):
+            torch.testing.assert_close(part, true, rtol=1e-12, atol=1e-12)
+        # And one of the gradient of e.
+        assert sums.get_total_counts() == num_sums + 1
     mesh = init_device_mesh("cpu", (world_size,))
     placed = DTensor.from_local(c.chunk(world_size)[rank], mesh, [Shard(0)]).requires_grad_()
     cut_cross_entropy(e, placed, targets).backward()

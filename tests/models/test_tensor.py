@@ -16,6 +16,7 @@ from thinwire.errors import ConfigError
 from thinwire.models import build_model
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.tensor import check_cut, cut_over
+from thinwire.models.vocabulary import ends_of, why_whole_vocabulary
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,6 +72,7 @@ def cut_models(rank: int, world_size: int, kinds: tuple[str, ...]) -> dict[str, 
     for kind in kinds:
         model = foreign(kind)
         cut_over(model, mesh)
+        found[f"{kind} vocabulary"] = vars(model)["whole_vocabulary"]
         num_cut = sum(isinstance(param, DTensor) for param in model.parameters())
         with Sums() as forward:
             model(*batch(0))
@@ -132,6 +134,21 @@ def test_a_layer_sums_twice_each_way(kind: str, ranks: list[dict[str, Any]]) -> 
     # Attention and what follows it side by side have one input: then it is summed for each of the two.
     layers = SIZES["num_hidden_layers"]
     assert (forward, both) == (2 * layers, 4 * layers)
+
+
+def test_rows_of_the_vocabulary_are_cut_unless_more_is_done_with_them(ranks: list[dict[str, Any]]) -> None:
+    told = {kind: ranks[0][f"{kind} vocabulary"] for kind in SERVED}
+    assert {kind for kind, why in told.items() if not why} == {"Llama", "GPTNeoX", "Phi"}
+    # Its embedding scales what it looks up.
+    assert told["Gemma2"] == "they are no plain nn.Embedding and nn.Linear"
+    model = foreign("Llama")
+    assert why_whole_vocabulary(model, 3) == "a vocabulary of 64 tokens does not divide among 3 ranks"
+    embedding, head = ends_of(model)
+    embedding.max_norm = 1.0
+    assert "max_norm" in why_whole_vocabulary(model, 2)
+    embedding.max_norm = None
+    model.model.lm_head = torch.nn.Sequential(head, torch.nn.Identity())
+    assert "no plain" in why_whole_vocabulary(model, 2)
 
 
 def test_they_train_through_the_front(ranks: list[dict[str, Any]]) -> None:

@@ -131,13 +131,15 @@ def _largest(comm: Communicator, value: float) -> float:
     return float(_gathered(comm, [value]).max())
 
 
-def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple[float, ...], float]:
-    """Number and name of each rank's machine, cores of each machine, and the least memory of any rank.
-
-    Emulated nodes share one machine, which is recognised by the identifier of its boot.
-    """
+def machine_mark() -> int:
+    """A number that the processes of this machine share. Emulated nodes are one machine, told by its boot's number."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    mark = zlib.crc32((boot.read_text() if boot.exists() else socket.gethostname()).encode())
+    return zlib.crc32((boot.read_text() if boot.exists() else socket.gethostname()).encode())
+
+
+def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple[float, ...], float]:
+    """Number and name of each rank's machine, cores of each machine, and the least memory of any rank."""
+    mark = machine_mark()
     num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     told = _gathered(comm, [mark, num, memory]).tolist()

@@ -41,11 +41,15 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """A message to come: the rank that sends it, and its largest size in bytes."""
+    """A message to come: the rank that sends it, and its largest size in bytes.
+
+    is_own: it is for this rank alone, where ranks beside it take others; see hosts/pipeline/shared.py.
+    """
 
     label: Label
     peer: int
     num_bytes: int
+    is_own: bool = False
 
 
 @dataclass
@@ -105,6 +109,10 @@ class Mailbox:
     def share_bytes(self, num_bytes: int) -> int:
         """How many bytes this rank sends of a message of `num_bytes`."""
         return num_bytes
+
+    def send_own(self, peer: int, label: Label, message: Tensor) -> None:
+        """`send` a message that `is_own`."""
+        self.send(peer, label, message)
 
     def begin(self, expected: Sequence[Expected]) -> None:
         """Begin a step in which these messages will be taken in this order."""

@@ -59,7 +59,8 @@ class OwnDraws:
         if isinstance(output, DTensor):
             is_part = any(isinstance(placement, Shard) for placement in output.placements)
         else:
-            is_part = output.shape[-1] != matrix.out_features
+            # A head may give a loss.
+            is_part = output.dim() > 0 and output.shape[-1] != matrix.out_features
         if matrix.training and is_part:
             self.begin()
 

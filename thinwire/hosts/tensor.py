@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -62,8 +62,10 @@ class TensorAxis:
 
     mesh: DeviceMesh
     cuts: dict[str, TensorPlacement] = field(default_factory=dict)
-    # {module: {attribute: name of the parameter}}
-    places: dict[nn.Module, dict[str, str]] = field(default_factory=dict)
+    # {module: {attribute: its placement}}
+    places: dict[nn.Module, dict[str, TensorPlacement]] = field(default_factory=dict)
+    # {DTensor that was a parameter: the local tensor in its place}
+    leaves: dict[Tensor, nn.Parameter] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -77,10 +79,18 @@ class TensorAxis:
     @property
     def matrices(self) -> dict[nn.Module, int | None]:
         """The dimension along which the weight of each nn.Linear is cut."""
-        found = (
-            (module, names.get("weight")) for module, names in self.places.items() if isinstance(module, nn.Linear)
-        )
-        return {module: self.cuts[name].dim for module, name in found if name is not None}
+        found = ((module, cuts.get("weight")) for module, cuts in self.places.items() if isinstance(module, nn.Linear))
+        return {module: cut.dim for module, cut in found if cut is not None}
+
+    @property
+    def parts(self) -> set[nn.Parameter]:
+        """The local tensors that are this rank's part of a parameter, and no copy."""
+        placed = ((module._parameters[name], cut) for module, cuts in self.places.items() for name, cut in cuts.items())
+        return {param for param, cut in placed if param is not None and cut.dim is not None}
+
+    def local(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Parameters as they are now: of a DTensor its local tensor."""
+        return [self.leaves.get(param, param) for param in params]
 
     def local_names(self) -> list[str]:
         """Names of the parameters that are cut over the axis."""
@@ -125,10 +135,10 @@ class TensorAxis:
 
     def show_whole(self, module: nn.Module) -> None:
         """Replace a module's attributes by DTensors. The registered parameters do not change."""
-        for attribute, name in self.places[module].items():
+        for attribute, cut in self.places[module].items():
             local = module._parameters[attribute]
             assert local is not None
-            module.__dict__[attribute] = self.cuts[name].whole(local)
+            module.__dict__[attribute] = cut.whole(local)
 
     def show_local(self, module: nn.Module) -> None:
         """Remove the DTensors again."""
@@ -197,11 +207,14 @@ class TensorAxis:
 
 
 @torch.no_grad()
-def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> TensorAxis:
+def cut_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, beside: Iterable[nn.Module] = ()
+) -> TensorAxis:
     """Replace the model's DTensors by local tensors, in modules and optimizer; see TensorAxis.
 
-    mesh: the tensor axis; `misfits` must be empty for it. Raises ConfigError for an optimizer that needs whole tensors,
-    other than Muon and Dion.
+    mesh: the tensor axis; `misfits` must be empty for it. beside: modules that this rank runs besides the model's, with
+    parameters that another rank steps. Raises ConfigError for an optimizer that needs whole tensors, other than Muon
+    and Dion.
     """
     if needs_whole_tensors(optimizer) and not isinstance(optimizer, MatrixOptimizer):
         nearest = "thinwire.Muon or " if isinstance(optimizer, torch.optim.Muon) else ""
@@ -214,24 +227,20 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
     groups = group_of(optimizer)
     options = {name: groups[id(param)] for name, param in model.named_parameters() if name in orthogonal}
     axis = TensorAxis(mesh)
-    leaves: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules():
         for attribute, param in list(module._parameters.items()):
-            if not isinstance(param, DTensor):
-                continue
-            if id(param) not in leaves:
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                axis.cuts[name] = TensorPlacement(mesh, tuple(param.placements), param.shape, tuple(param.stride()))
-                leaf = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
-                leaves[id(param)] = name, leaf
-            name, leaf = leaves[id(param)]
-            module._parameters[attribute] = leaf
-            axis.places.setdefault(module, {})[attribute] = name
+            if isinstance(param, DTensor) and param not in axis.leaves:
+                axis.cuts[f"{prefix}.{attribute}" if prefix else attribute] = placement_of(param, mesh)
+            place_local(axis, module, attribute)
+    for module in chain.from_iterable(each.modules() for each in beside):
+        for attribute in list(module._parameters):
+            place_local(axis, module, attribute)
+    leaves = axis.leaves
     for group in optimizer.param_groups:
-        group["params"] = [leaves[id(param)][1] if id(param) in leaves else param for param in group["params"]]
-    for param in [param for param in optimizer.state if id(param) in leaves]:
+        group["params"] = [leaves.get(param, param) for param in group["params"]]
+    for param in [param for param in optimizer.state if param in leaves]:
         held = optimizer.state.pop(param)
-        optimizer.state[leaves[id(param)][1]] = {
+        optimizer.state[leaves[param]] = {
             key: value.to_local() if isinstance(value, DTensor) else value for key, value in held.items()
         }
     if isinstance(optimizer, MatrixOptimizer):
@@ -254,6 +263,22 @@ def cut_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
     return axis
 
 
+def placement_of(param: DTensor, mesh: DeviceMesh) -> TensorPlacement:
+    """Where a DTensor lies on the tensor axis."""
+    return TensorPlacement(mesh, tuple(param.placements), param.shape, tuple(param.stride()))
+
+
+def place_local(axis: TensorAxis, module: nn.Module, attribute: str) -> None:
+    """Put a local leaf in the place of a module's DTensor, the same one for each place of a tied parameter."""
+    param = module._parameters[attribute]
+    if not isinstance(param, DTensor):
+        return
+    if param not in axis.leaves:
+        axis.leaves[param] = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
+    axis.places.setdefault(module, {})[attribute] = placement_of(param, axis.mesh)
+    module._parameters[attribute] = axis.leaves[param]
+
+
 class CopiedGradients:
     """Compares the gradients of parameters that all ranks of the axis hold whole, in the first step that is finite.
 
@@ -272,9 +297,9 @@ class CopiedGradients:
         # By identity, since wrappers such as DDP put a prefix before names.
         cut = {
             id(module._parameters[attribute])
-            for module, names in axis.places.items()
-            for attribute, name in names.items()
-            if axis.cuts[name].dim is not None
+            for module, cuts in axis.places.items()
+            for attribute, place in cuts.items()
+            if place.dim is not None
         }
         whole = [(n, p) for n, p in model.named_parameters() if id(p) not in cut and p.requires_grad]
         self._hooks = [param.register_hook(partial(self._see, name)) for name, param in whole]

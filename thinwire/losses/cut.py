@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from thinwire.errors import ConfigError, nearest
 from thinwire.losses.blocks import ACCUMULATIONS, is_fake, logits_of
 from thinwire.losses.fused import FusedCrossEntropy
-from thinwire.losses.tiles import FILTERS, Tiles, Tiling
+from thinwire.losses.ranks import SameOnRanks, SumOfRanks
+from thinwire.losses.tiles import FILTERS, Tiles, Tiling, inside, peak_of_ranks
 
 IGNORED = -100
 IMPLEMENTATIONS = ("auto", "fused", "tiles", "plain", "torch")
@@ -85,10 +86,11 @@ def cut_cross_entropy(
             are then sorted by their mean logit, so that likely ones share tiles. None: all tiles count. With "drop",
             rare words hardly get a gradient.
         group: ranks that each hold some rows of c and bias, in the order of the ranks; e and targets are the same on
-            all of them, and so is the loss. They exchange two or three messages of one number per token, and the
-            gradient of e.
+            all of them, and so is the loss. They exchange two or three messages of one or two numbers per token, and
+            the gradient of e.
         impl: "fused": computes gradients in the forward from the logits of 64 tokens at a time, for "mean" and "sum"
-            alone; "tiles": 256 tokens x 1024 words, computed again in the backward; "plain": all logits; "torch":
+            alone; "tiles": 256 tokens x 1024 words, computed again in the backward; "plain": all logits, of a group
+            those of the own rows; "torch":
             F.linear_cross_entropy of torch 2.13, with its chunks; or one of PRESETS. "auto": fused where it can be.
         generator: CPU generator for the draws of "unbiased"; None: torch's own.
 
@@ -128,16 +130,31 @@ def cut_cross_entropy(
         total = F.linear_cross_entropy(e, c, targets, linear_bias=bias, reduction="sum", options=options)
         return total * scale
     if impl == "plain":
-        logits = logits_of(e, c, bias, None)
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        lse = logits.logsumexp(1)
-        losses = lse - logits.gather(1, targets[:, None])[:, 0]
+        losses, lse = _plain(e, c, bias, targets, softcap, group)
     else:
         tiling = Tiling(softcap, accumulation, filter_e, filter_c, group, generator)
         losses, lse = Tiles.apply(e, c, bias, targets, tiling)
     losses = losses + z_loss * lse.square() if z_loss else losses
     found = _spread(losses, counts, shape) if reduction == "none" else losses.sum() * scale
     return (found, _spread(lse, counts, shape)) if return_lse else found
+
+
+def _plain(
+    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, softcap: float | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Loss and lse of each token from all its logits; of a group, from those of each rank's rows, in two sums."""
+    logits = logits_of(e if group is None else SameOnRanks.apply(e, group), c, bias, None)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    if group is None:
+        lse = logits.logsumexp(1)
+        return lse - logits.gather(1, targets[:, None])[:, 0], lse
+    peak, first = peak_of_ranks(logits.detach().amax(1), len(c), group)
+    at, is_in = inside(targets - first, slice(0, len(c)))
+    total, correct = SumOfRanks.apply(
+        torch.stack(((logits - peak[:, None]).exp().sum(1), (logits.gather(1, at) * is_in)[:, 0])), group
+    )
+    lse = total.log() + peak
+    return lse - correct, lse
 
 
 def _preset(name: str, stated: dict[str, str | None]) -> tuple[str, str, str | None, str | None]:
@@ -199,8 +216,8 @@ def _check(given: dict[str, Any]) -> None:
     needing = [name for name, is_stated in given["scalar_only"].items() if is_stated]
     if impl in ("fused", "torch") and needing:
         raise ConfigError(f"impl {impl!r} does not support {' and '.join(needing)}; nearest: impl 'tiles'")
-    if impl == "plain" and (given["group"] is not None or given["filter_e"] or given["filter_c"]):
-        raise ConfigError("impl 'plain' has no group and no filters; nearest: impl 'tiles'")
+    if impl == "plain" and (given["filter_e"] or given["filter_c"]):
+        raise ConfigError("impl 'plain' has no filters; nearest: impl 'tiles'")
     if impl == "torch" and (softcap is not None or given["z_loss"]):
         raise ConfigError("impl 'torch' has no softcap and no z_loss; nearest: impl 'fused'")
     if impl == "torch" and not hasattr(F, "linear_cross_entropy"):

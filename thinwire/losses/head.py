@@ -55,20 +55,22 @@ def head_of(model: nn.Module) -> nn.Module:
     return given[id(logits)]
 
 
-def cut_loss(model: nn.Module, head: nn.Module | None = None) -> None:
+def cut_loss(model: nn.Module, head: nn.Module | None = None, impl: str = "auto") -> None:
     """Make `model(tokens, targets)` compute its loss without logits; `model(tokens)` returns them as before.
 
     During `model(tokens, targets)`, `head`, by default `head_of(model)`, returns the mean loss of `cut_cross_entropy`
     in place of the logits, and the model must pass it on. The head is still called as a module, so hooks of hosts
-    around its forward run. A head with `strips`, Linears of consecutive words, is used strip by strip.
+    around its forward run. A head with `strips`, Linears of consecutive words, is used strip by strip. impl: see
+    `cut_cross_entropy`; a second call for a model takes the place of the first.
     """
-    head, own = head or head_of(model), model.forward
+    head, own = head or head_of(model), vars(model).get("gives_logits", model.forward)
+    vars(model)["gives_logits"] = own
 
     def forward(tokens: Tensor, targets: Tensor | None = None, *more: Tensor) -> Tensor:
         if targets is None:
             return own(tokens)
         before: Any = vars(head).get("forward")
-        head.forward = _giving(head, targets)
+        head.forward = _giving(head, targets, impl)
         try:
             return own(tokens, targets, *more)
         finally:
@@ -81,7 +83,7 @@ def cut_loss(model: nn.Module, head: nn.Module | None = None) -> None:
     vars(model)["gives_loss"] = True
 
 
-def _giving(head: Any, targets: Tensor) -> Callable[[Tensor], Tensor]:
+def _giving(head: Any, targets: Tensor, impl: str) -> Callable[[Tensor], Tensor]:
     """A forward of the head that gives the mean loss; under autocast products are computed in its dtype."""
 
     def loss(hidden: Tensor) -> Tensor:
@@ -93,6 +95,6 @@ def _giving(head: Any, targets: Tensor) -> Callable[[Tensor], Tensor]:
                 # Sums over strips would be rounded in a narrow dtype.
                 wide = hidden if hidden.dtype == torch.float64 else hidden.float()
                 return strip_cross_entropy(wide, strips, targets, dtype=dtype)
-            return cut_cross_entropy(hidden.to(dtype), head.weight.to(dtype), targets, bias=head.bias)
+            return cut_cross_entropy(hidden.to(dtype), head.weight.to(dtype), targets, bias=head.bias, impl=impl)
 
     return loss

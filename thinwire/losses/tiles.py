@@ -88,7 +88,7 @@ class Tiles(torch.autograd.Function):
                 logits = logits_of(e[rows], rows_of_c, own_bias, tiling.softcap)
                 slope = None if tiling.softcap is None else slope_of(logits, tiling.softcap)
                 grad = logits.sub_(lse[rows, None]).exp_()
-                at, is_in = _inside(targets[rows], words)
+                at, is_in = inside(targets[rows], words)
                 grad.scatter_add_(1, at, -is_in.to(grad.dtype))
                 for_e, for_c = _factors(grad, e.dtype, tiling)
                 if not (for_e or for_c):
@@ -138,7 +138,7 @@ def _correct(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, tiling:
     """The logit of each target [N]; 0 if another rank has its row."""
     found = torch.zeros(len(e), dtype=wide(e.dtype), device=e.device)
     for rows in blocks(len(e), tiling.tokens):
-        at, is_in = _inside(targets[rows], slice(0, len(c)))
+        at, is_in = inside(targets[rows], slice(0, len(c)))
         at = at[:, 0]
         logits = (e[rows].to(found.dtype) * c[at].to(found.dtype)).sum(1)
         if bias is not None:
@@ -149,7 +149,7 @@ def _correct(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, tiling:
     return found
 
 
-def _inside(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+def inside(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     """Where targets lie among some words [n, 1], and whether they do: 1 or 0, [n, 1]; elsewhere the place is 0."""
     is_in = (targets >= words.start) & (targets < words.stop)
     return torch.where(is_in, targets - words.start, 0)[:, None], is_in[:, None]
@@ -157,15 +157,23 @@ def _inside(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
 
 def _joined(lse: Tensor, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
     """The logarithm of all ranks' sums, and the number of words that earlier ranks hold. Costs two messages."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    counts = torch.zeros(size, dtype=torch.float64, device=lse.device)
-    counts[rank] = num_words
-    word = torch.cat((lse.double(), counts))
-    dist.all_reduce(word, dist.ReduceOp.MAX, group)
-    peak, counts = word[: len(lse)].to(lse.dtype), word[len(lse) :]
+    peak, first = peak_of_ranks(lse, num_words, group)
     total = (lse - peak).exp_()
     dist.all_reduce(total, group=group)
-    return total.log_().add_(peak), int(counts[:rank].sum())
+    return total.log_().add_(peak), first
+
+
+def peak_of_ranks(own: Tensor, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+    """The largest number of any rank for each token [N], and the number of words that earlier ranks hold.
+
+    Costs one message.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    counts = torch.zeros(size, dtype=torch.float64, device=own.device)
+    counts[rank] = num_words
+    word = torch.cat((own.double(), counts))
+    dist.all_reduce(word, dist.ReduceOp.MAX, group)
+    return word[: len(own)].to(own.dtype), int(word[len(own) : len(own) + rank].sum())
 
 
 def _factors(grad: Tensor, dtype: torch.dtype, tiling: Tiling) -> tuple[float, float]:

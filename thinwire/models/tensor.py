@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from thinwire.errors import ConfigError
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Llama
+from thinwire.models.vocabulary import cut_vocabulary, ends_of, why_whole_vocabulary
 
 # How transformers calls a matrix of x W^T that is cut by columns of the result, and the next one, cut by rows.
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -92,15 +93,20 @@ def cuts_of(model: nn.Module) -> Iterator[tuple[str, str]]:
 def activation_bytes(config: Any, tokens: int, ranks: int, layers: int, itemsize: int = 4) -> int:
     """Payload bytes that a rank of a tensor axis sends for `tokens`: four all_reduce of the activations in a layer.
 
-    config: states the hidden_size. layers: those that the rank holds.
+    Another one behind the embedding, and one of the gradient behind the head, if their rows are cut; the few numbers
+    of a token that make up its loss are not counted.
+
+    config: states hidden_size and vocab_size. layers: those that the rank holds.
     """
-    return 4 * layers * 2 * (ranks - 1) * itemsize * tokens * config.hidden_size // ranks
+    sums = 4 * layers + 2 * (config.vocab_size % ranks == 0)
+    return sums * 2 * (ranks - 1) * itemsize * tokens * config.hidden_size // ranks
 
 
 def cut_over(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the matrices of every layer over a tensor axis: heads and inner width by columns, the next matrices by rows.
 
-    A layer then has two all_reduce of the activations in its forward and two in its backward. model: a preset, or a
+    A layer then has two all_reduce of the activations in its forward and two in its backward. Embedding and head are
+    cut by the rows of the vocabulary, if `why_whole_vocabulary` knows nothing against it. model: a preset, or a
     model of transformers whose config says how it is cut; a few tokens prove that its logits stay the same. Raises
     ConfigError as check_cut does, and for a model that can't be cut this way. A collective over the axis.
     Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
@@ -111,6 +117,9 @@ def cut_over(model: nn.Module, mesh: DeviceMesh) -> None:
     before = probed(model) if isinstance(model, HFCausalLM) else None
     for name, style in cuts:
         parallelize_module(model.get_submodule(name), mesh, STYLES[style]())
+    vars(model)["whole_vocabulary"] = why_whole_vocabulary(model, mesh.size())
+    if not vars(model)["whole_vocabulary"]:
+        cut_vocabulary(*ends_of(model), mesh)
     columns = [name.rpartition(".")[0] for name, style in cuts if style == COLUMNS]
     for name in {name for name in columns if columns.count(name) > 1}:
         model.get_submodule(name).register_forward_pre_hook(SharedInput(mesh), with_kwargs=True)
@@ -179,3 +188,12 @@ def cut_skeleton(model: nn.Module, size: int) -> None:
         linear.weight = nn.Parameter(torch.empty(shape, device=linear.weight.device))
         if linear.bias is not None and style == COLUMNS:
             linear.bias = nn.Parameter(torch.empty(shape[0], device=linear.weight.device))
+    if not why_whole_vocabulary(model, size):
+        embedding, head = ends_of(model)
+        are_tied = embedding.weight is head.weight
+        for end in (embedding, head):
+            end.weight = nn.Parameter(end.weight.new_empty(len(end.weight) // size, end.weight.shape[1]))
+            if isinstance(end, nn.Linear) and end.bias is not None:
+                end.bias = nn.Parameter(end.bias.new_empty(len(end.weight)))
+        if are_tied:
+            head.weight = embedding.weight

@@ -11,6 +11,7 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.methods.options import FP32
 from thinwire.methods.pipeline.options import FITTED, Pipeline
+from thinwire.methods.pipeline.recompute import AUTO
 
 # Orders that some case makes the fastest; the others hold more, or wait longer on a link.
 PLANS = (FITTED, "1f1b", "zbv")
@@ -87,7 +88,7 @@ def candidates(
     default = (Pipeline.forward, Pipeline.backward)
     codecs = [(FP32, FP32), default]
     free: dict[str, tuple[str, ...]] = {"plan": PLANS, "recompute": RECOMPUTE}
-    free.update({name: (stated[name],) for name in free if name in stated})
+    free.update({name: (stated[name],) for name in free if stated.get(name, AUTO) != AUTO})
     if "forward" in stated or "backward" in stated:
         codecs = [(stated.get("forward", default[0]), stated.get("backward", default[1]))]
     rest = {name: value for name, value in stated.items() if name not in (*free, "forward", "backward")}

@@ -54,7 +54,7 @@ from thinwire.planner.forward import kept_of
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import Resident, where_all_lies
 from thinwire.planner.search import Search, exchange_s, search
-from thinwire.planner.stages import Grid, Stages, stages_of
+from thinwire.planner.stages import Grid, Stages, held_bytes, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, percent_text, seconds_text, short
@@ -192,7 +192,12 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         why = "other methods change what a step learns; name those to be tried"
         notes.insert(0, ("--strategy all", f"{' and '.join(SEARCHED)} are tried", why))
     kept, rows = activations_on(laid)
-    notes = [*notes_on(config, names, kept is not None), *notes, *rows, *notes_on_methods(methods)]
+    notes = [
+        *notes_on(config, names, kept is not None, laid.search is not None),
+        *notes,
+        *rows,
+        *notes_on_methods(methods),
+    ]
     notes += notes_on_tables(methods, plans, laid)
     notes += resident.rows if resident else ()
     return Explained(
@@ -261,12 +266,25 @@ def cut_into_stages(model: Llama, config: ExplainConfig, shape: MeshShape, grid:
     check_spread(options, None, shape.sizes)
     stages = stages_of(
         model, options, shape.pipeline, config.passes, config.micro_batch, config.seq_len, grid, config.loss,
-        shape.tensor,
+        shape.tensor, memory_bytes=None if config.memory_gb is None else config.memory_gb * 1e9,
     )  # fmt: skip
+    rows = list(notes_on_stages(stages, model, config, grid))
+    if options.recompute == AUTO:
+        rows = [recompute_row(stages, config.memory_gb), *rows]
     loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, model.config.vocab_size)
     if options.head == SPREAD:
         loss, why = "plain", f"each stage has its part of the logits: head {SPREAD!r}"
-    return stages, [*notes_on_stages(stages, model, config, grid), (f"--loss {config.loss}", loss, why)]
+    return stages, [*rows, (f"--loss {config.loss}", loss, why)]
+
+
+def recompute_row(stages: Stages, memory_gb: float | None) -> Row:
+    """A row on what recompute "auto" has chosen, and why."""
+    how = "--memory-gb states a limit, and none is stated"
+    if memory_gb is not None:
+        held = [held_bytes(part) + peak for part, peak in zip(stages.parts, stages.timeline.peak_bytes, strict=True)]
+        most = f"a rank holds at most {bytes_text(max(held))}"
+        how = most + ("" if max(held) <= 1e9 * memory_gb else f": no choice fits into --memory-gb {memory_gb:g}")
+    return f"recompute {AUTO}", stages.options.recompute, how
 
 
 def activations_on(laid: LaidOut) -> tuple[float | None, list[Row]]:
@@ -412,11 +430,11 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     if config.tensor == AUTO and config.stages != AUTO:
         raise ConfigError(f"--tensor {AUTO} is found beside the stages; nearest: --stages {AUTO} --tensor {AUTO}")
     if stages is not None and stages != shape.pipeline:
-        if config.mesh is not None or num_ranks % stages:
-            raise ConfigError(
-                f"--stages {stages}: must divide the {num_ranks} ranks, and leave --mesh out; nearest: "
-                f"--nodes {stages} --local-size 1"
-            )
+        if config.mesh is not None:
+            raise ConfigError(f"--stages {stages} beside --mesh {config.mesh}: leave one of them out")
+        if num_ranks % stages:
+            near = f"--stages {nearest_divisor(stages, num_ranks)}, or --nodes {stages} --local-size 1"
+            raise ConfigError(f"--stages {stages}: must divide the {num_ranks} ranks; nearest: {near}")
         shape = MeshShape({"pipeline": stages, "data": num_ranks // stages})
     tensor, left = config.tensor if isinstance(config.tensor, int) else 1, shape.sizes["data"]
     if tensor > 1 and tensor != shape.tensor:
@@ -492,7 +510,7 @@ def found_stages(
     return chosen_one, result
 
 
-def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Grid) -> Iterator[tuple[str, str, str]]:
+def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Grid) -> Iterator[Row]:
     """Rows about the cut, the borders and the step."""
     yield from found.options.describe(found.sizes, model.config.hidden_size, 4)
     num = config.passes
@@ -634,8 +652,11 @@ def matrix(shape: tuple[int, int]) -> nn.Module:
     return module
 
 
-def notes_on(config: ExplainConfig, names: list[str], counts: bool) -> Iterator[tuple[str, str, str]]:
-    """Rows about options without an effect. counts: activations without stages are counted."""
+def notes_on(config: ExplainConfig, names: list[str], counts: bool, searched: bool) -> Iterator[Row]:
+    """Rows about options without an effect.
+
+    counts: activations without stages are counted. searched: the number of stages was found.
+    """
     used = {strategy_table(name) for name in names}
     used |= {model_table(config.model)} if config.parameters is None else set()
     used |= {table for table in (SEQUENCE, EXPERTS) if config.tables.get(table, {}).get("parallel", 1) > 1}
@@ -659,6 +680,12 @@ def notes_on(config: ExplainConfig, names: list[str], counts: bool) -> Iterator[
         for name in (*of_pass, *of_step, "memory_gb"):
             if getattr(config, name) != getattr(ExplainConfig(), name):
                 yield f"{flag(name)} {getattr(config, name)}", "no effect", "it is for --stages"
+    elif config.memory_gb and not searched and config.tables.get(PIPELINE, {}).get("recompute") != AUTO:
+        yield (
+            f"--memory-gb {config.memory_gb:g}",
+            "no effect",
+            f"it is for --stages {AUTO} and --pipeline.recompute {AUTO}",
+        )
     if config.rate is not None and config.nodes == 1:
         yield f"--rate {config.rate}", "no effect", "there is one node"
     if config.local_rate is not None and config.local_size == 1:

@@ -32,7 +32,7 @@ class ExplainConfig:
     strategy: str = "all"
     """Strategies, separated by commas, or all. A single one is shown in detail."""
     nodes: int = 2
-    """Machines."""
+    """Machines; by default 2, or with a number of stages as many as these fill."""
     local_size: int = 1
     """Ranks on each machine."""
     model: str = "demo"
@@ -113,6 +113,11 @@ def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
     """Read the options from the command line. Notes all errors. Raises SystemExit after --help."""
     stated = command_line().read(args, problems)
     own = stated.pop("")
+    stages, tensor = str(own.get("stages", "")), own.get("tensor")
+    if "nodes" not in own and stages.isdecimal():
+        # As many as the stages fill.
+        ranks = int(stages) * (tensor if isinstance(tensor, int) else 1)
+        own["nodes"] = max(ExplainConfig.nodes, -(-ranks // max(1, own.get("local_size", ExplainConfig.local_size))))
     return ExplainConfig(**own, tables={name: values for name, values in stated.items() if values})
 
 

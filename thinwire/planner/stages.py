@@ -18,6 +18,7 @@ from thinwire.methods.pipeline.balance import balanced
 from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.pipeline.plan import SCORE, TRAIN
+from thinwire.methods.pipeline.recompute import AUTO, MORE_BYTES, mode_of
 from thinwire.methods.pipeline.simulate import SpreadCosts
 from thinwire.methods.pipeline.vocabulary import NUM_SCORES, Own
 from thinwire.models import Llama
@@ -145,12 +146,13 @@ class Stages:
 
 def stages_of(
     model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid,
-    loss: str = "auto", tensor: int = 1,
+    loss: str = "auto", tensor: int = 1, memory_bytes: float | None = None,
 ) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
 
     loss: as for `thinwire train`. tensor: ranks over which the model's matrices are already cut, and which sum their
-    results twice in each layer's forward and twice in its backward. Raises ConfigError for stages, layers and
+    results twice in each layer's forward and twice in its backward. memory_bytes: of a rank, by which recompute "auto"
+    is decided; the result's options state what was chosen. Raises ConfigError for stages, layers and
     micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers))
@@ -160,7 +162,10 @@ def stages_of(
     costs = grid.costs(with_sums(even, sizes, sum_s), options, stages)
     links, cores = grid.links(stages, options.across, tensor), grid.cores(stages)
     num = min(num_micro_batches, LONGEST)
-    plan = options.plan_of(stages, num, costs, links)
+    room = None if memory_bytes is None else [memory_bytes - held_bytes(part) for part in parts]
+    plan = options.plan_of(stages, num, costs, links, room)
+    if options.recompute == AUTO:
+        options = replace(options, recompute=mode_of(plan))
     timeline = simulate(plan, costs, links, cores)
     more_s = 0.0
     if num < num_micro_batches:
@@ -169,9 +174,16 @@ def stages_of(
         more_s = slope * (num_micro_batches - num)
     head, embedding, home = model.lm_head.weight, model.model.embed_tokens.weight, options.home(stages)
     is_sent = head is embedding and home[-1] != home[0] and options.head != SPREAD
-    tied_bytes = -(-head.nbytes // tensor) if is_sent else 0
+    # Of the tensor ranks each sends its rows, or its share of a whole weight.
+    whole_bytes = model.config.vocab_size * head.shape[1] * head.element_size()
+    tied_bytes = -(-whole_bytes // tensor) if is_sent else 0
     held = in_flight(plan)
     return Stages(options, tuple(parts), sizes, timeline, held, num_micro_batches, more_s, tied_bytes, tensor)
+
+
+def held_bytes(part: nn.Module) -> float:
+    """Bytes of a stage's weights in fp32, and of what training adds to them on one replica."""
+    return sum((param.element_size() + MORE_BYTES) * param.numel() for param in part.parameters())
 
 
 def with_sums(costs: Costs, sizes: Sequence[int], sum_s: float) -> Costs:

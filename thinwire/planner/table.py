@@ -53,7 +53,7 @@ def print_explained(config: ExplainConfig, problems: Problems) -> None:
     for line in reasons(found):
         console.print(line)
     for asked, effect, why in found.notes:
-        console.print(f"{asked}: {effect} ({why})")
+        console.print(f"{asked}: {effect}" + (f" ({why})" if why else ""))
 
 
 def reasons(found: Explained) -> Iterator[str]:

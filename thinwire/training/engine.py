@@ -163,6 +163,16 @@ class Engine:
         self.stage.forward_backward(batches, self._loss_of)
         return self._forward_s
 
+    def settle(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See PipelineStage.settle."""
+
+        def loss(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+            with self._autocast():
+                return module(*batch)
+
+        if self.stage.pipeline is not None:
+            self.stage.pipeline.settle(batches, loss)
+
     def _batches(self) -> list[tuple[Tensor, ...]]:
         """This rank's micro-batches of the next step: tokens and targets.
 

@@ -95,6 +95,7 @@ class Trainer:
         # A checkpoint of this step has its next loss already, or another layout's loss would follow.
         self._known_after = -1
         self.step = 0
+        self.engine.settle(self._batches_on_meta)
         load_report = self._begin(saved, reunion, survivor)
         self._watchdog = Watchdog(run.config.dead_steps)
         self._traffic = self._first_traffic = self.optimizer.meter.snapshot()
@@ -188,7 +189,7 @@ class Trainer:
         """Rows on what ranks send each other beside a strategy's bytes, and on a sample and a teacher."""
         config, lessons = self.config, self.engine.distillation
         if self.stage.pipeline is not None:
-            yield self._border_row(self.stage.pipeline)
+            yield self._border_row(self.stage.pipeline, self._batches_on_meta)
             if self.engine.why_whole:
                 yield "weights of the own stage alone", "the whole model on every rank, at first", self.engine.why_whole
         if self.optimizer.weights_pass and config.sample_tokens:
@@ -229,10 +230,15 @@ class Trainer:
         pipeline = self.stage.pipeline
         return StepStart.of(self.step, self.engine) if pipeline is not None and pipeline.ends is not None else None
 
-    def _border_row(self, pipeline: PipelineStage) -> Row:
-        """A row about what stages send each other in a step."""
+    @property
+    def _batches_on_meta(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A step's micro-batches, without memory."""
         tokens = torch.empty(self.batch.micro_batch, self.config.seq_len, device="meta")
-        sent = pipeline.sent_bytes([(tokens, tokens)] * self.batch.accumulation)
+        return [(tokens, tokens)] * self.batch.accumulation
+
+    def _border_row(self, pipeline: PipelineStage, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Row:
+        """A row about what stages send each other in a step."""
+        sent = pipeline.sent_bytes(batches)
         shown = ", ".join(f"{num / 1e6:.3f}" for num in sent)
         whole = self.stage.uncompressed_bytes_per_step / 1e6
         why = f"whole models on all ranks that average gradients in fp32 would send {whole:.3f} MB each"
@@ -488,9 +494,10 @@ class Trainer:
         prediction = self._prediction
         if prediction is not None:
             found |= {"predicted_pipeline_s": prediction.step_s, "predicted_bubble": prediction.bubbles[0]}
-        elif pipeline.prediction is not None and self.reporter is not None:
+        if pipeline.prediction is not prediction and self.reporter is not None:
+            why = f"a link has drifted, {pipeline.why_planned}; " if pipeline.why_planned else ""
             self.reporter.progress.say(
-                f"the pipeline from now on, simulated with the times of the step before: {pipeline.prediction}"
+                f"{why}the pipeline from now on, simulated with the times of the step before: {pipeline.prediction}"
             )
         # Of the steps that follow.
         self._prediction = pipeline.prediction

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,8 +14,9 @@ from tests.hosts.pipeline import models
 from tests.workers import run_workers
 from thinwire.collectives import Communicator, Mailbox, Topology
 from thinwire.cost import Network
-from thinwire.hosts.pipeline import Runner, measured
-from thinwire.methods.pipeline import Costs, Plan, fitted, plan, simulate
+from thinwire.hosts.pipeline import Runner, measured, memory
+from thinwire.methods.pipeline import Costs, Plan, cut, fitted, plan, simulate
+from thinwire.models import build_model
 
 
 class Slow(models.Stage):
@@ -53,3 +56,17 @@ def test_all_ranks_see_the_same_costs_and_make_the_same_plan() -> None:
     assert simulate(fit, costs).makespan_s >= 4 * Slow.seconds
     loss, _ = models.alone(list(fit.paths), [3] * 4, [0.25] * 4)
     assert abs(sum(row[2] for row in told) - loss) < 1e-12
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_chunk_keeps_is_counted_without_running_it(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = cut(build_model("tiny", 64, 32, overrides={"num_hidden_layers": 2}), 2)
+    chunk, hidden = made.chunk(int(not first)), None if first else (3, 20, made.features)
+    batch = (torch.empty(3, 20, dtype=torch.int64, device="meta"),) * 2
+    counted = memory.kept_by(chunk, hidden, made.dtype, batch)
+    state = torch.get_rng_state()
+    # By a real forward.
+    monkeypatch.setattr(memory, "FakeTensorMode", Mock(side_effect=RuntimeError))
+    assert memory.kept_by(chunk, hidden, made.dtype, batch) == counted
+    assert counted[1] == (0 if first else 3 * 20 * made.features * 4) and counted[0] > 10 * 3 * 20 * made.features * 4
+    assert torch.equal(torch.get_rng_state(), state)

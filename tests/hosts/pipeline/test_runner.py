@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.workers import Rows, run_rows, run_workers
 from thinwire.collectives import Mailbox, Topology
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.pipeline import Runner
-from thinwire.methods.pipeline import Costs, Plan, check, fitted, plan, recompute
+from thinwire.methods.pipeline import Costs, Plan, check, fitted, plan, recompute, simulate
 from thinwire.methods.pipeline.skip import skipping
 
 # "order ranks micro-batches chunks", and what else is done to the plan.
@@ -103,6 +104,14 @@ def test_gradients_are_those_of_one_process(rows: tuple[int, Rows]) -> None:
             assert (gradient - expected[name]).abs().max() <= 1e-12, (text, name)
 
 
+def test_micro_batches_of_unequal_length_weigh_by_their_tokens() -> None:
+    made_plan = made("gpipe 4", 4)
+    sizes, paths = sizes_of(made_plan), list(made_plan.paths)
+    by_tokens, alike = (models.alone(paths, sizes, shares)[1] for shares in (shares_of(sizes), [1 / 4] * 4))
+    # What ranks sum up with the right weights is tested above; equal weights would be far off.
+    assert max(float((by_tokens[name] - alike[name]).abs().max()) for name in alike) > 1e-3
+
+
 def test_bytes_are_those_of_the_formula(rows: tuple[int, Rows]) -> None:
     size, told = rows
     for text in PLANS[str(size)]:
@@ -136,6 +145,90 @@ def test_recomputing_draws_the_same_random_numbers() -> None:
         assert kept[1] == again[1] == last[1]
         for one, two, three in zip(kept[0], again[0], last[0], strict=True):
             assert (one == two).all() and (one == three).all()
+
+
+BRIDGES = ((0, 2), (0, 3), (1, 3))
+
+
+class Bridging(models.Stage):
+    """A stage of four; the first two give the last two what these add to their inputs."""
+
+    number = 0
+
+    def forward(self, hidden: Tensor | None, micro_batch: tuple[Tensor, Tensor], *given: Tensor) -> Any:
+        if given and hidden is not None:
+            hidden = hidden + given[0] * (given[1].tanh() if len(given) == 2 else 1)
+        output = super().forward(hidden, micro_batch)
+        if self.embedding is not None:
+            return output, 2 * output, output.sin()
+        return (output, output) if self.number == 1 else output
+
+
+def bridging(number: int) -> Bridging:
+    stage = Bridging(number, 4)
+    stage.number = number
+    return stage
+
+
+def bridged(text: str, num_ranks: int) -> Plan:
+    order, mode = text.split()
+    return recompute(replace(plan(order, num_ranks, 4), bridges=BRIDGES), mode)
+
+
+def _bridged(rank: int, world_size: int, text: str) -> Any:
+    made_plan = bridged(text, world_size)
+    chunks = {chunk: bridging(chunk) for chunk in made_plan.chunks_of(rank)}
+    mailbox = Mailbox(None, Topology(world_size, 1))
+    runner = Runner(made_plan, chunks, mailbox, models.shape, dtype=torch.float64)
+    batches = models.micro_batches(SIZES)
+    evaluated, before = runner.evaluate(batches).item(), mailbox.meter.snapshot().sent_bytes
+    loss = runner.run(batches).item()
+    sent = mailbox.meter.snapshot().sent_bytes - before
+    mailbox.close()
+    found = {chunk: [grads_of(param) for param in stage.parameters()] for chunk, stage in chunks.items()}
+    return loss, evaluated, found, sent, runner.sent_bytes(batches)
+
+
+def grads_of(param: nn.Parameter) -> Any:
+    assert param.grad is not None
+    return param.grad.numpy()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "texts"), [(4, ["1f1b never", "gpipe always"]), (2, ["looped-bfs never", "looped-bfs except-last"])]
+)
+def test_what_skips_stages_goes_straight_to_its_stage(num_ranks: int, texts: list[str]) -> None:
+    stages, total = [bridging(number) for number in range(4)], torch.zeros((), dtype=torch.float64)
+    for batch in models.micro_batches(SIZES):
+        hidden, to_two, to_three = stages[0](None, batch)
+        hidden, second = stages[1](hidden, batch)
+        total = total + stages[3](stages[2](hidden, batch, to_two), batch, to_three, second) / len(SIZES)
+    total.backward()
+    told = run_rows(_bridged, texts, num_ranks)
+    for text in texts:
+        made_plan = bridged(text, num_ranks)
+        check(made_plan)
+        for loss, evaluated, found, sent, formula in told.of(text):
+            assert sent == formula and (evaluated == loss or abs(evaluated - loss) < 1e-12)
+            for chunk, gradients in found.items():
+                for gradient, param in zip(gradients, stages[chunk].parameters(), strict=True):
+                    assert abs(gradient - grads_of(param)).max() <= 1e-12, (text, chunk)
+        assert abs(sum(row[0] for row in told.of(text)) - total.item()) < 1e-12
+        # Each hidden state and each bridge crosses once each way, if its ends are on two ranks.
+        ends = [*itertools.pairwise(range(4)), *BRIDGES]
+        num = sum(made_plan.home[a] != made_plan.home[b] for a, b in ends)
+        assert sum(row[3] for row in told.of(text)) == 2 * 8 * models.WIDTH * sum(SIZES) * num
+        costs = Costs.even(4, forward_bytes=1.0)
+        assert sum(simulate(made_plan, costs).link_bytes.values()) == 2 * num * len(SIZES)
+
+
+def test_bridges_that_no_path_has_and_halves_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does not visit chunk 2 and later 1"):
+        check(replace(plan("1f1b", 4, 4), bridges=((2, 1),)))
+    with pytest.raises(ConfigError, match="bridges between chunks need whole backwards"):
+        check(replace(plan("zbv", 2, 4), bridges=((0, 2),)))
+    with pytest.raises(ConfigError, match="two bridges between the same chunks"):
+        check(replace(plan("1f1b", 4, 4), bridges=((0, 2), (0, 2))))
 
 
 SIZES = [3, 5, 2, 6]

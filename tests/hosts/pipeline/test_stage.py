@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,12 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import thinwire
 from tests.workers import run_workers
 from thinwire._compat import flattened
+from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
+from thinwire.hosts.pipeline import memory, stage as stage_module
+from thinwire.hosts.pipeline.memory import kept_by
 from thinwire.hosts.pipeline.recovery import Holdings
 from thinwire.hosts.pipeline.stage import PipelineStage, check_trained, take_part
 from thinwire.hosts.ranks import Axis, open_ranks
-from thinwire.methods.pipeline import cut, token_shares
+from thinwire.methods.pipeline import Costs, Pipeline, cut, simulate, token_shares
+from thinwire.methods.pipeline.drift import drifted, plan_from
+from thinwire.methods.pipeline.recompute import MORE_BYTES
 from thinwire.models import build_model
 from thinwire.state.replicas import digest
 
@@ -36,6 +44,7 @@ GRADIENTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1f1b 4": (4, 6, {"plan": "1f1b", "recompute": "except-last"}),
     "fitted 4": (4, 5, {"layers": "1,1,1,1"}),
     "swap 4": (4, 5, {"recover": "swap"}),
+    "auto 4": (4, 6, {"plan": "1f1b", "recompute": "auto"}),
 }
 METHODS: dict[str, Any] = {
     "zero": thinwire.Zero(),
@@ -93,6 +102,8 @@ def gradients(rank: int, name: str) -> Any:
     optimizer = Alone(whole, adamw(whole), members, dict(whole.named_parameters()), 0, [])
     own = PipelineStage(part, mesh["pipeline"], optimizer, seed=0, timeout_s=300, checked=False)
     stage = thinwire.PipelinedModel(whole, optimizer, [], own)
+    if name == "auto 4":
+        settled_in_little_room(own, num)
     stage.forward_backward(batches(0, num))
     found = {key: param.grad.numpy().copy() for key, param in whole.named_parameters() if param.grad is not None}
     norm, loss = float(stage.reduce()), stage.optimizer.mean_loss
@@ -100,6 +111,19 @@ def gradients(rank: int, name: str) -> Any:
     forward = float(whole(tokens, targets)), whole(tokens).numpy()
     stage.close()
     return found, norm, loss, forward
+
+
+def settled_in_little_room(own: PipelineStage, num: int) -> None:
+    """Of four stages each has room for the activations of one micro-batch and a half."""
+    (chunk,), trained = own.part.chunks.values(), sum(param.numel() for param in own.part.made.model.parameters())
+    kept, _ = kept_by(chunk, (4, 8, 64), torch.float64, batches(0, 1)[0])
+    free = (MORE_BYTES * trained + 1.5 * kept) / memory.USED
+    on_meta = [(tokens.to("meta"), targets.to("meta")) for tokens, targets in batches(0, num)]
+    with patch.object(memory, "free_bytes", lambda *_: free):
+        (row,) = own.settle(on_meta)
+    assert row[1].startswith("always") and "no choice fits" not in row[2], row
+    assert own._runner(num).plan == Pipeline(plan="1f1b", recompute="always").plan_of(4, num)
+    assert not own.settle(on_meta)
 
 
 def trained(rank: int, name: str) -> Any:
@@ -147,8 +171,28 @@ def skipped(stage: thinwire.PipelinedModel, mesh: DeviceMesh) -> tuple[int, bool
     return stage.optimizer.skipped_steps, all(map(torch.equal, weights, stage.module.parameters()))
 
 
+def replanned(rank: int) -> Any:
+    """Paths after each step of micro-batches that skip a stage; links are measured every 2 steps, and one drifts."""
+    even = Network.even(4, rate=1e8, delay_s=1e-6)
+    slow = replace(even, rates=tuple(tuple(1e4 if {a, b} == {0, 1} else 1e8 for b in range(4)) for a in range(4)))
+    probes = iter([even, even, slow])
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pipeline", "data"))
+    stage = stage_of(model(), mesh, thinwire.Zero(), head="first", skip=0.25, **EXACT)
+    own, found = stage.pipeline, []
+    with patch.multiple(stage_module, MEASURED_EVERY=2, measured_links=lambda *_, all_pairs: next(probes)):
+        for step in range(6):
+            stage.forward_backward(batches(step, 6))
+            stage.step(0.5)
+            found.append((own._runner(6).plan, own.network, own.why_planned))
+    ((number, kept),) = own.plan_kept().items()
+    assert number == "6" and plan_from(json.loads(json.dumps(kept))) == (found[-1][0], slow)
+    stage.close()
+    return found
+
+
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     found = {name: gradients(rank, name) for name in GRADIENTS}
+    found["replanned"] = replanned(rank)
     return found | {name: trained(rank, name) for name in METHODS}
 
 
@@ -192,6 +236,22 @@ def test_the_plan_changes_no_bit(name: str, ranks: list[dict[str, Any]]) -> None
     for rank in ranks:
         (expected, *_), (found, *_) = rank["gpipe 2"], rank[name]
         assert all((found[key] == expected[key]).all() for key in expected)
+
+
+def test_paths_are_planned_for_measured_links_and_anew_when_one_drifts(ranks: list[dict[str, Any]]) -> None:
+    told = ranks[0]["replanned"]
+    assert all(rank["replanned"] == told for rank in ranks)
+    plans, networks, reasons = zip(*told, strict=True)
+    assert plans[1] == plans[4]
+    assert networks[0] is None and networks[1] == networks[4] and networks[5].rates[0][1] == 1e4
+    assert reasons[:5] == ("",) * 5 and reasons[5].partition(": ")[0] in ("0 to 1", "1 to 0")
+    assert reasons[5].endswith(": 0.01 MB/s where it was 100")
+    costs = Costs.even(5, forward_s=0.01, forward_bytes=1e4)
+    step = simulate(plans[5], costs, networks[4])
+    # A little slower, or where it makes no difference to a step: no drift.
+    for rate in (9e7, 7e7):
+        assert not drifted(networks[4], Network.even(4, rate=rate), step)
+    assert "MB/s where it was 100" in drifted(networks[4], Network.even(4, rate=1e6), step)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -14,6 +14,7 @@ from thinwire.methods.pipeline import (
     Action,
     Costs,
     Limits,
+    Pipeline,
     Plan,
     check,
     fitted,
@@ -23,6 +24,7 @@ from thinwire.methods.pipeline import (
     simulate,
 )
 from thinwire.methods.pipeline.orders import from_torch
+from thinwire.methods.pipeline.recompute import fastest_within, mode_of
 
 
 def even(made: Plan, **costs: float) -> Costs:
@@ -206,6 +208,16 @@ def test_fitted_says_when_ranks_would_wait_for_each_other() -> None:
         fitted((0, 1), [(0, 1), (1, 0)], Costs.even(2), in_flight=1)
 
 
+def test_as_many_more_micro_batches_as_stages_keep_the_pace() -> None:
+    def bubble(num_ranks: int, num: int) -> float:
+        """Idle time over the time of the work."""
+        return simulate(plan("1f1b", num_ranks, num), Costs.even(num_ranks)).makespan_s / (3 * num) - 1
+
+    few, more, worse = bubble(4, 16), bubble(8, 32), bubble(8, 16)
+    assert (few, more, worse) == pytest.approx((3 / 16, 7 / 32, 7 / 16))
+    assert (1 + more) / (1 + few) < 1.03 and (1 + worse) / (1 + few) == pytest.approx(1.21, abs=0.01)
+
+
 def test_recomputing_costs_a_forward_and_keeps_inputs_alone() -> None:
     made = plan("gpipe", 4, 8)
     costs = Costs.even(4, kept_bytes=10.0, input_bytes=1.0)
@@ -223,3 +235,15 @@ def test_recomputing_costs_a_forward_and_keeps_inputs_alone() -> None:
         recompute(made, "alway")
     with pytest.raises(ConfigError, match="recomputes already"):
         recompute(always, "always")
+
+
+@pytest.mark.parametrize(
+    ("room", "mode"),
+    [(None, "never"), ([40.0] * 4, "never"), ([39.0] * 4, "except-last"), ([22.0, 21.0, 19.0, 10.0], "always"),
+     ([0.0] * 4, "always")],
+)  # fmt: skip
+def test_what_is_computed_again_is_the_fastest_that_fits(room: list[float] | None, mode: str) -> None:
+    made, costs = plan("1f1b", 4, 8), Costs.even(4, kept_bytes=10.0, input_bytes=1.0)
+    found = fastest_within(made, costs, None, room)
+    assert mode_of(found) == mode and found == recompute(made, mode)
+    assert Pipeline(plan="1f1b", recompute="auto").plan_of(4, 8, costs, None, room) == found

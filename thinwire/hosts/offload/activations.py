@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,10 +77,10 @@ def _refuse_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         raise ConfigError("slices beside documents: their bounds are those of a whole batch; leave one of both out")
 
 
-def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
+def kept_bytes(model: nn.Module, *inputs: Any, besides: Sequence[Tensor] = ()) -> int:
     """Bytes that a forward keeps for its backward besides weights; each storage counts once.
 
-    model, inputs: may be tensors without memory, so that nothing is computed.
+    model, inputs: may be tensors without memory, so that nothing is computed. besides: tensors that do not count.
     """
     # Storages are held, so that no other takes the place of one that is gone.
     found: dict[int, torch.UntypedStorage] = {}
@@ -101,7 +101,7 @@ def kept_bytes(model: nn.Module, *inputs: Tensor) -> int:
         model(*inputs)
     for hook in hooks:
         hook.remove()
-    weights = {param.untyped_storage()._cdata for param in model.parameters()}
+    weights = {param.untyped_storage()._cdata for param in (*model.parameters(), *besides)}
     return sum(storage.nbytes() for key, storage in found.items() if key not in weights)
 
 

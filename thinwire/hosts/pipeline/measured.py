@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -
     """The costs of the last `run` with these micro-batches: medians over them. A collective, equal on all ranks.
 
     comm: over the pipeline's ranks, in order. Seconds are a rank's own. They include packing of messages, but not
-    waiting for them. A whole backward counts as two equal halves. Activations count as 1 each.
+    waiting for them. A whole backward counts as two equal halves. Activations count as 1 each. A chunk that no
+    micro-batch visited is as slow as the mean of the others, and sends as much as the one that sends most.
     """
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for action, begun_s, ended_s in runner.spans:
@@ -39,6 +40,9 @@ def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -
         tuple(runner.border_bytes(direction, chunk, micro_batches) for chunk in range(len(runner.plan.home)))
         for direction in ("forward", "backward")
     )
+    visited = {chunk for path in runner.plan.paths for chunk in path}
+    forward_s, input_s, weight_s = (_filled(seconds, visited, mean) for seconds in (forward_s, input_s, weight_s))
+    forward_bytes, backward_bytes = (_filled(sizes, visited, max) for sizes in (forward_bytes, backward_bytes))
     even = Costs.even(len(runner.plan.home))
     if runner.plan.barriers:
         # All wait for the slowest.
@@ -49,6 +53,14 @@ def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -
         even, forward_s=tuple(forward_s), input_s=tuple(input_s), weight_s=tuple(weight_s),
         forward_bytes=forward_bytes, backward_bytes=backward_bytes,
     )  # fmt: skip
+
+
+def _filled(
+    values: Sequence[float], known: Collection[int], of: Callable[[Sequence[float]], float]
+) -> tuple[float, ...]:
+    """The values, with `of` the known ones in place of the others."""
+    stand_in = of([value for number, value in enumerate(values) if number in known])
+    return tuple(value if number in known else stand_in for number, value in enumerate(values))
 
 
 def spans_of_all(runner: Runner, comm: Communicator) -> list[list[tuple[Action, float, float]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from thinwire.collectives import Expected, Label, Mailbox
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.statistics import once, tracking
 from thinwire.hosts.pipeline.tied import TiedWeights
-from thinwire.hosts.pipeline.visits import VisitState
+from thinwire.hosts.pipeline.visits import VisitState, as_tuple
 from thinwire.hosts.pipeline.vocabulary import HeadPass, SpreadVocabulary
 from thinwire.methods.pipeline import Action, Plan, check
 from thinwire.methods.pipeline.border import Crossing, LastMessages
@@ -32,6 +32,8 @@ from thinwire.methods.pipeline.plan import (
     TRAIN,
     WEIGHT,
     Arrival,
+    Bridged,
+    PlanMessage,
     Shared,
     Visit,
 )
@@ -49,7 +51,9 @@ class Runner:
     Args:
         plan: must pass `check`.
         chunks: this rank's, by number: modules of (hidden state or None, micro-batch) that return the next hidden state
-            or, at the end of a path, the mean loss of the micro-batch.
+            or, at the end of a path, the mean loss of the micro-batch. With bridges in the plan: modules of (hidden
+            state, micro-batch, *what earlier chunks give) that return a tuple of the next hidden state and of what they
+            give, both in the plan's order of bridges; these tensors are shaped as their source's output.
         mailbox: over the plan's ranks in order.
         shape: (chunk, micro-batch) -> shape of the chunk's output.
         dtype: of all outputs when they travel.
@@ -152,15 +156,10 @@ class Runner:
         own = self.plan.chunks_of(self.mailbox.rank)
         if sorted(self.chunks) != own:
             raise ConfigError(f"rank {self.mailbox.rank} was given chunks {sorted(self.chunks)}: the plan's are {own}")
-        counting = [
-            name
-            for chunk in self.chunks.values()
-            for name, module in chunk.named_modules()
-            if isinstance(module, _NormBase) and module.track_running_stats and not isinstance(module, _BatchNorm)
-        ]
+        counting = counts_forwards(self.chunks.values())
         if counting and self._recomputed:
             raise ConfigError(
-                f"{counting[0]} keeps statistics of each forward, and the plan computes forwards twice: "
+                f"{counting} keeps statistics of each forward, and the plan computes forwards twice: "
                 "use recompute 'never', or track_running_stats=False"
             )
 
@@ -202,7 +201,7 @@ class Runner:
             Expected(self.label(need), sender, self._num_bytes(need, micro_batches))
             for action in order
             for need in self.plan.routes.needs(action)
-            if isinstance(need, Arrival | Shared)
+            if isinstance(need, PlanMessage)
             and (sender := self.sender(need)) != self.mailbox.rank
             and self._num_bytes(need, micro_batches)
         ]
@@ -213,22 +212,29 @@ class Runner:
         assert self._vocabulary is not None
         return self._vocabulary
 
-    def sender(self, arrival: Arrival | Shared) -> int:
+    def sender(self, arrival: PlanMessage) -> int:
         """The rank that sends this message."""
         if isinstance(arrival, Shared):
             return arrival.source
+        if isinstance(arrival, Bridged):
+            return self.plan.home[arrival.ends[0]]
         routes = self.plan.routes
         visit = (routes.before if arrival.kind == "forward" else routes.after)[arrival.visit]
         assert visit is not None
         return self.plan.home[visit.chunk]
 
-    def target(self, arrival: Arrival | Shared) -> int:
+    def target(self, arrival: PlanMessage) -> int:
         """The rank that receives this message."""
+        if isinstance(arrival, Bridged):
+            return self.plan.home[arrival.ends[1]]
         return arrival.target if isinstance(arrival, Shared) else self.plan.home[arrival.chunk]
 
-    def border(self, arrival: Arrival | Shared) -> int:
+    def border(self, arrival: PlanMessage) -> int:
         """The chunk whose output, or its gradient, is sent; messages about the vocabulary have numbers of their own."""
         num = len(self.plan.home)
+        if isinstance(arrival, Bridged):
+            # Behind the numbers of the vocabulary's messages.
+            return num + 2 + 2 * self.plan.num_ranks + self.plan.bridges.index((arrival.source, arrival.target))
         if isinstance(arrival, Shared):
             # What the head is given comes from the last chunk; parts and gradients must draw apart.
             of_kind = {"hidden": num - 1, "rows": num, "part": num + 1, "gradient": num + 1 + self.plan.num_ranks}
@@ -238,18 +244,27 @@ class Runner:
             return arrival.chunk
         return before.chunk
 
-    def label(self, arrival: Arrival | Shared) -> Label:
+    def shape_of(self, arrival: Arrival | Bridged, micro_batch: Any) -> torch.Size:
+        """The shape of a message's tensor; what goes over a bridge is shaped as its source's output."""
+        chunk = arrival.source if isinstance(arrival, Bridged) else self.border(arrival)
+        return torch.Size(self.shape(chunk, micro_batch))
+
+    def label(self, arrival: PlanMessage) -> Label:
         """The label of the message in the mailbox."""
         if isinstance(arrival, Shared):
             # Behind the hops of all chunks.
             place = ("hidden", "scores", "rows", "part", "gradient").index(arrival.kind) * self.plan.num_ranks
             return Label(direction_of(arrival), arrival.micro_batch, len(self.plan.home) + place + arrival.source)
+        if isinstance(arrival, Bridged):
+            # No vocabulary is spread beside bridges.
+            hop = len(self.plan.home) + self.plan.bridges.index((arrival.source, arrival.target))
+            return Label(arrival.kind, arrival.micro_batch, hop)
         return Label(arrival.kind, arrival.micro_batch, self.plan.routes.hop[arrival.visit])
 
-    def _num_bytes(self, arrival: Arrival | Shared, micro_batches: Sequence[Any]) -> int:
+    def _num_bytes(self, arrival: PlanMessage, micro_batches: Sequence[Any]) -> int:
         micro_batch, direction = micro_batches[arrival.micro_batch], direction_of(arrival)
         if not isinstance(arrival, Shared):
-            num = torch.Size(self.shape(self.border(arrival), micro_batch)).numel()
+            num = torch.Size(self.shape_of(arrival, micro_batch)).numel()
             return self.crossing.packet_bytes(direction, num, self.dtype)
         rank = arrival.source if arrival.kind == "rows" else arrival.target
         num = self.vocabulary.num_elements(arrival.kind, rank, micro_batch)
@@ -258,7 +273,18 @@ class Runner:
         return self.crossing.packet_bytes(direction, num, self.dtype) if num else 0
 
 
-def direction_of(arrival: Arrival | Shared) -> str:
+def counts_forwards(chunks: Iterable[nn.Module]) -> str:
+    """The first module that keeps statistics of each forward, which must not be computed twice; empty: none does."""
+    counting = (
+        name or type(module).__name__
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, _NormBase) and module.track_running_stats and not isinstance(module, _BatchNorm)
+    )
+    return next(counting, "")
+
+
+def direction_of(arrival: PlanMessage) -> str:
     """Whether a message counts as "forward" or "backward", which also selects its codec."""
     if isinstance(arrival, Shared):
         return "backward" if arrival.kind in ("part", "gradient") else "forward"
@@ -275,17 +301,21 @@ class _RunningStep:
         self.first_number = first_number
         self.loss = torch.zeros((), device=runner.device)
         # What went from one chunk of this rank to another.
-        self._handed: dict[Arrival | Shared, Tensor] = {}
+        self._handed: dict[PlanMessage, Tensor] = {}
         self._visits: dict[Visit, VisitState] = {}
+        # What came over bridges for the action that is to run.
+        self._over_bridges: list[Tensor] = []
         # Micro-batches between S and T.
         self._passes: dict[int, HeadPass] = {}
 
     def arrived(self, action: Action) -> list[Tensor]:
-        """Wait for the tensors that an action needs from other ranks, and return them."""
+        """Wait for the tensors that an action needs from other ranks, and return them without those of bridges."""
         needs = self.runner.plan.routes.needs(action)
-        return [self._taken(need) for need in needs if isinstance(need, Arrival | Shared)]
+        found = [(need, self._taken(need)) for need in needs if isinstance(need, PlanMessage)]
+        self._over_bridges = [value for need, value in found if isinstance(need, Bridged)]
+        return [value for need, value in found if not isinstance(need, Bridged)]
 
-    def _taken(self, arrival: Arrival | Shared) -> Tensor:
+    def _taken(self, arrival: PlanMessage) -> Tensor:
         if arrival in self._handed:
             return self._handed.pop(arrival)
         runner, direction = self.runner, direction_of(arrival)
@@ -293,7 +323,7 @@ class _RunningStep:
             return self._taken_of_shared(arrival)
         packet = runner.mailbox.take(runner.label(arrival), lambda packet: runner.crossing.length(direction, packet))
         micro_batch, border = self.micro_batches[arrival.micro_batch], runner.border(arrival)
-        shape, packet = torch.Size(runner.shape(border, micro_batch)), packet.to(runner.device)
+        shape, packet = runner.shape_of(arrival, micro_batch), packet.to(runner.device)
         if (last := self._last(direction, border)) is not None:
             return last.unpack(runner.crossing, packet, shape, runner.dtype, self._keys(micro_batch))
         return runner.crossing.unpack(direction, packet, shape, runner.dtype)
@@ -330,9 +360,9 @@ class _RunningStep:
             self._give(action, self._spread(action, arrived))
             return
         if action.kind == FORWARD:
-            output = self._forward(visit, arrived)
+            output, *given = self._forward(visit, arrived)
             if self.runner.plan.routes.gives(action):
-                self._give(action, output)
+                self._give(action, output, given)
             elif self.shares[visit.micro_batch]:
                 # The mean over no token at all is no number.
                 self.loss = self.loss + self.shares[visit.micro_batch] * output
@@ -348,19 +378,21 @@ class _RunningStep:
         elif action.kind == INPUT:
             self._give(action, state.backward_input(gradient))
         elif action.kind == BACKWARD:
-            self._give(action, state.backward(gradient))
+            self._give(action, state.backward(gradient, self._over_bridges), state.gradients_of_given)
         if action.kind in (BACKWARD, WEIGHT):
             del self._visits[visit]
 
-    def _forward(self, visit: Visit, arrived: Sequence[Tensor]) -> Tensor:
+    def _forward(self, visit: Visit, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The chunk's output, and what it gives over bridges."""
         chunk, micro_batch = self.runner.chunks[visit.chunk], self.micro_batches[visit.micro_batch]
         if self.runner.plan.barriers and self.runner.plan.routes.before[visit] is None:
             arrived = [self.runner.vocabulary.joined(micro_batch, arrived)]
         hidden = arrived[0] if arrived else None
         if not torch.is_grad_enabled():
-            return chunk(hidden, micro_batch)
+            return as_tuple(chunk(hidden, micro_batch, *self._over_bridges))
         recomputed = visit in self.runner._recomputed
-        state = self._visits[visit] = VisitState(chunk, hidden, micro_batch, recomputed=recomputed)
+        bridged = self._over_bridges
+        state = self._visits[visit] = VisitState(chunk, hidden, micro_batch, bridged, recomputed=recomputed)
         return state.forward()
 
     def _spread(self, action: Action, arrived: Sequence[Tensor]) -> Tensor | None:
@@ -388,17 +420,20 @@ class _RunningStep:
             return self._passes.pop(number).train()
         return None
 
-    def _give(self, action: Action, value: Tensor | None) -> None:
+    def _give(self, action: Action, value: Tensor | None, over_bridges: Sequence[Tensor] = ()) -> None:
+        given = self.runner.plan.routes.gives(action)
+        bridges = [each for each in given if isinstance(each, Bridged)]
+        for bridge, own in zip(bridges, over_bridges, strict=True):
+            self._pass_on(bridge, own)
         if value is None:
             return
-        given = self.runner.plan.routes.gives(action)
         shared = [each for each in given if isinstance(each, Shared)]
         if shared:
             self._share(shared, value)
         else:
             for arrival in given:
-                assert isinstance(arrival, Arrival)
-                self._pass_on(arrival, value)
+                if isinstance(arrival, Arrival):
+                    self._pass_on(arrival, value)
 
     def _share(self, shared: Sequence[Shared], value: Tensor) -> None:
         """Send the same value to several ranks, this one included, or to each its part of a gradient."""
@@ -424,9 +459,9 @@ class _RunningStep:
                 length = packet.numel() if each.kind == "scores" else runner.crossing.length(direction, packet)
                 runner.mailbox.send(each.target, runner.label(each), packet, length)
 
-    def _pass_on(self, arrival: Arrival, value: Tensor) -> None:
+    def _pass_on(self, arrival: Arrival | Bridged, value: Tensor) -> None:
         runner = self.runner
-        target = runner.plan.home[arrival.chunk]
+        target = runner.target(arrival)
         if target == runner.mailbox.rank:
             self._handed[arrival] = value
             return

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from thinwire.collectives import Mailbox
 from thinwire.cost import Network
@@ -21,8 +20,9 @@ from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.offload.hollow import any_values, is_hollow
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.hosts.pipeline.measured import measured, spans_of_all
+from thinwire.hosts.pipeline.memory import Activations, kept_by
 from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, packed, recovered
-from thinwire.hosts.pipeline.runner import Runner
+from thinwire.hosts.pipeline.runner import Runner, counts_forwards
 from thinwire.hosts.pipeline.shared import SharedMailbox
 from thinwire.hosts.pipeline.tied import TiedWeights
 from thinwire.hosts.pipeline.vocabulary import SpreadRows, SpreadVocabulary, spread_rows, whole_logits
@@ -31,15 +31,20 @@ from thinwire.hosts.tensor import TensorAxis
 from thinwire.losses import cut_loss
 from thinwire.methods.pipeline import Action, Chunk, Costs, Cut, Plan, cut, in_flight, simulate, token_shares
 from thinwire.methods.pipeline.border import LastMessages, sequence_keys
+from thinwire.methods.pipeline.drift import drifted, plan_from, plan_text
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import AGREE, BACKWARD, EMBED, FORWARD, SCATTER, SCORE, TRAIN, ordered, straight
+from thinwire.methods.pipeline.recompute import AUTO, MODES, mode_of
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, lr_factor
 from thinwire.methods.pipeline.simulate import PipelineTimeline, trace
 from thinwire.methods.pipeline.vocabulary import Own
+from thinwire.models.vocabulary import lose_by_rows
 from thinwire.table import Row
 
 # The first step warms up; this one is measured.
 MEASURED_STEP = 2
+# Links are measured again each time that so many steps have gone by.
+MEASURED_EVERY = 50
 MicroBatch = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Tensor]
 Initial = Callable[[str], Tensor] | None
@@ -99,6 +104,10 @@ class StagePart:
     copies: dict[int, Tensor]
     vocabulary: SpreadVocabulary | None = None
 
+    def local(self, tensor: TensorAxis) -> StagePart:
+        """The same after `cut_parameters`, which puts local tensors in the place of DTensors."""
+        return replace(self, tied={peer: tensor.local(params) for peer, params in self.tied.items()})
+
     @property
     def rows(self) -> SpreadRows | None:
         """Which rows of which parameters this rank has."""
@@ -124,7 +133,6 @@ def take_part(
     num_parameters, num_names = sum(param.numel() for param in trained), len(trained)
     chunks = {number: StageChunk(made.chunk(number), made.dtype) for number in own}
     tied = made.tied(made.home, rank)
-    check_ties(made)
     holdings = Holdings.of(made)
     check_trained(made, holdings)
     if initial is not None:
@@ -156,15 +164,6 @@ def fill(
     for name, param in model.named_parameters():
         if (id(param) in own or name in others) and is_hollow(param):
             param.data = initial(name).to(param.device, param.dtype)
-
-
-def check_ties(made: Cut) -> None:
-    """Raise ConfigError if embedding and head share a weight that the tensor axis cuts, on two stages."""
-    if any(isinstance(param, DTensor) for param in made.tied((0, 1), 0).get(1, [])):
-        raise ConfigError(
-            "embedding and head share a weight that the tensor axis cuts, and lie on two stages: not supported; "
-            "nearest: leave them out of parallelize_module's plan, or untie them"
-        )
 
 
 def check_trained(made: Cut, holdings: Holdings) -> None:
@@ -262,8 +261,15 @@ class PipelineStage:
         # What is measured is no part of a step.
         self._probe = Mailbox(mesh, topology, timeout_s=timeout_s)
         self.crossing = part.options.crossing(seed)
-        self.tied = TiedWeights(self.mailbox, part.tied)
+        self.tied = TiedWeights(self.mailbox, part.tied, () if tensor is None else tensor.parts)
         self._runners: dict[int, Runner] = {}
+        # Where recompute is "auto": what activations take and may take, known with the first micro-batches.
+        self.activations: Activations | None = None
+        # Rows on it.
+        self.on_recompute: list[Row] = []
+        if part.options.recompute == AUTO:
+            how = "by free memory and simulated seconds"
+            self.on_recompute = [(f"recompute {AUTO}", "decided with the first micro-batches", how)]
         self.last: dict[int, LastMessages] = {}
         self._forget_messages()
         self.device = next(iter(part.made.model.parameters())).device
@@ -277,9 +283,15 @@ class PipelineStage:
         self.recoveries: dict[int, int] = {}
         self.num_before = 0
         self.num_steps = 0
+        for chunk in part.chunks.values():
+            if chunk.chunk.gives_loss:
+                lose_by_rows(chunk.chunk.model)
         # Of the last step: from the first action to the last, and in actions.
         self.step_s = self.busy_s = 0.0
         self.prediction: Prediction | None = None
+        # The links that the plan was made for; and the one whose drift had it made anew, in words.
+        self.network: Network | None = None
+        self.why_planned = ""
         # Of the first step under the prediction: what each rank did, and when, in Chrome's trace format.
         self.trace: list[dict[str, Any]] | None = None
         self._forwards: dict[int, Runner] = {}
@@ -314,9 +326,10 @@ class PipelineStage:
         Each rank sends its gradients as soon as its own last backward is done. Raises ConfigError for a number of
         batches that does not fit the plan.
         """
+        self._call_by(loss)
+        self.settle(batches, loss)
         runner = self._runner(len(batches))
         runner.num_before = self.num_before
-        self._call_by(loss)
         start = time.perf_counter()
         with self.optimizer.no_sync():
             part = runner.run(batches, token_shares(batches))
@@ -328,16 +341,54 @@ class PipelineStage:
         self.num_before, self.num_steps = runner.num_before, self.num_steps + 1
         # The mean over all ranks is that over the replicas of the whole.
         self.optimizer.note_loss(float(part) * self.num_stages)
-        if self.num_steps == MEASURED_STEP:
+        since = self.num_steps - MEASURED_STEP
+        if not since or (self.part.options.is_measured and since > 0 and since % MEASURED_EVERY == 0):
             self._fit(runner, batches)
         elif self.trace is None and self.prediction is not None and runner.plan.orders == self.prediction.orders:
             self.trace = trace(self.prediction.timeline.spans, "predicted")
             self.trace += trace(spans_of_all(runner, self.comm), "measured")
         return float(part)
 
+    def settle(self, batches: Sequence[MicroBatch], loss: Loss = models_own) -> list[Row]:
+        """Where recompute is "auto" and undecided, decide it for steps of such micro-batches, and return a row on it.
+
+        Of tensors only shapes count, so they may be on meta. A collective over all ranks.
+        """
+        if self.part.options.recompute != AUTO or self.activations is not None:
+            return []
+        self._call_by(loss)
+        made, everyone = self.part.made, self.optimizer.everyone
+        largest = max(batches, key=lambda batch: batch[0].numel())
+        own = {}
+        for number, chunk in self.part.chunks.items():
+            starts = number == 0 and made.vocabulary is None
+            # Ranks of a tensor axis add up what they compute.
+            is_alone = self.alike is None
+            arrives = None if starts else made.shape(0, largest)
+            own[number] = kept_by(chunk, arrives, made.dtype, largest, is_alone=is_alone)
+        num_trained = sum(param.numel() for param in made.model.parameters() if param.requires_grad)
+        counting = counts_forwards(self.part.chunks.values())
+        found = Activations.of_all(
+            own, made.num_chunks, self.number, self.num_stages, num_trained, self.device, everyone, not counting
+        )
+        if self.part.vocabulary is not None:
+            found = replace(found, spread=self.part.vocabulary.kept_bytes(largest))
+        self.activations = found
+        plan = self._runner(len(batches)).plan
+        peaks = simulate(plan, found.costs(Costs.even(made.num_chunks))).peak_bytes
+        shown = ", ".join(f"{peak / 1e6:.1f} of {free / 1e6:.0f}" for peak, free in zip(peaks, found.free, strict=True))
+        mode, why = mode_of(plan), f"activations of the stages, in MB of what is free for them: {shown}"
+        if any(peak > free for peak, free in zip(peaks, found.free, strict=True)):
+            why += "; no choice fits: a smaller micro-batch, in_flight or chunk does"
+        elif found.free[0] == torch.inf:
+            why = "a layer keeps statistics of each forward, and must not run twice"
+        self.on_recompute = [(f"recompute {AUTO}", f"{mode}: {MODES[mode]}", why)]
+        return self.on_recompute
+
     def next_loss(self, batches: Sequence[MicroBatch], loss: Loss = models_own) -> float:
         """The loss that `forward_backward` would return, as the mean over all replicas. A collective over all ranks."""
         self._call_by(loss)
+        self.settle(batches, loss)
         part = self._runner(len(batches)).evaluate(batches, token_shares(batches), self.num_before)
         everyone = self.optimizer.everyone
         own = torch.tensor([float(part) * self.num_stages], dtype=torch.float64)
@@ -530,8 +581,14 @@ class PipelineStage:
 
     def _runner(self, num: int) -> Runner:
         if num not in self._runners:
-            self._runners[num] = self._running(self.part.options.plan_of(self.num_stages, num))
+            self._runners[num] = self._running(self._plan_of(num))
         return self._runners[num]
+
+    def _plan_of(self, num: int, costs: Costs | None = None, network: Network | None = None) -> Plan:
+        memory = None
+        if (known := self.activations) is not None:
+            costs, memory = known.costs(costs or Costs.even(self.part.made.num_chunks)), known.free
+        return self.part.options.plan_of(self.num_stages, num, costs, network, memory)
 
     def _forward_runner(self) -> Runner:
         """A runner of a plan for the forwards of one micro-batch."""
@@ -556,22 +613,52 @@ class PipelineStage:
         )  # fmt: skip
 
     def _fit(self, runner: Runner, batches: Sequence[MicroBatch]) -> None:
-        """Measure, and plan the steps that follow. All ranks compute the same plan from the same numbers."""
+        """Measure, and plan the steps that follow, unless links are as they were when the plan was made.
+
+        All ranks compute the same plan from the same numbers.
+        """
         costs: Costs = self._of_first(measured(runner, self.comm, batches))
-        network: Network = self._of_first(measured_links(self.comm, self._probe))
-        num = len(batches)
-        plan = self.part.options.plan_of(self.num_stages, num, costs, network)
-        self._runners[num] = self._running(plan)
-        found = simulate(plan, costs, network)
+        skips = bool(self.part.options.skip)
+        network: Network = self._of_first(measured_links(self.comm, self._probe, all_pairs=skips))
+        num, plan = len(batches), runner.plan
+        if self.network is not None:
+            self.why_planned = drifted(self.network, network, simulate(plan, costs, self.network))
+        if self.network is None or self.why_planned:
+            plan, self.network = self._plan_of(num, costs, network), network
+            self._runners[num] = self._running(plan)
+        elif self.prediction is not None:
+            return
+        found = simulate(plan, costs, self.network)
         bubbles = tuple(idle / max(found.makespan_s, 1e-12) for idle in found.idle_s)
         self.prediction = Prediction(bubbles, in_flight(plan), found)
 
+    def plan_kept(self) -> dict[str, Any]:
+        """The plan on which bits depend, since it was made for measured links, as JSON can hold it; empty: none."""
+        if not self.part.options.skip or self.network is None:
+            return {}
+        return {str(num): plan_text(runner.plan, self.network) for num, runner in self._runners.items()}
+
+    def take_plan(self, kept: Mapping[str, Any]) -> str:
+        """Go on with the plans of `plan_kept`; what became of them, in words; empty: there were none for this run."""
+        if not kept or not self.part.options.skip:
+            return ""
+        plans = {int(num): plan_from(text) for num, text in kept.items()}
+        for num, (plan, network) in plans.items():
+            if plan.home != self.part.made.home:
+                return "they are of other stages"
+            self._runners[num], self.network = self._running(plan), network
+        return "taken over, until links drift"
+
     def _of_first(self, value: Any) -> Any:
-        """The first replica's result, for all replicas: they must run actions in one order."""
-        if self.alike is None:
+        """The first rank's result, for all on its tensor axis, which must run actions in one order.
+
+        If stages are skipped, for all replicas too, so that a checkpoint has one plan.
+        """
+        alike = self.optimizer.everyone if self.part.options.skip else self.alike
+        if alike is None:
             return value
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        (size, *_) = self.alike.wait(self.alike.all_gather_exact(torch.tensor([packed.numel()]))).flatten().tolist()
-        whole = packed if self.alike.rank == 0 else packed.new_empty(size)
-        self.alike.wait(self.alike.broadcast_(whole))
+        (size, *_) = alike.wait(alike.all_gather_exact(torch.tensor([packed.numel()]))).flatten().tolist()
+        whole = packed if alike.rank == 0 else packed.new_empty(size)
+        alike.wait(alike.broadcast_(whole))
         return pickle.loads(whole.numpy().tobytes())

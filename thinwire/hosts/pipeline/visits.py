@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,27 +16,34 @@ from thinwire.device import RandomState, random_state, set_random_state
 class VisitState:
     """What a rank keeps of one micro-batch on one chunk, from its forward to the end of its backward.
 
-    input: what arrived, in memory of its own; None at the start of a path. recomputed: the forward keeps only its input
-    and the state of the random generators.
+    input: what arrived, in memory of its own; None at the start of a path. bridged: what earlier chunks give this one
+    besides. recomputed: the forward keeps only its inputs and the state of the random generators.
     """
 
-    def __init__(self, chunk: nn.Module, input: Tensor | None, micro_batch: Any, *, recomputed: bool) -> None:
+    def __init__(
+        self, chunk: nn.Module, input: Tensor | None, micro_batch: Any, bridged: Sequence[Tensor] = (), *,
+        recomputed: bool,
+    ) -> None:  # fmt: skip
         self.chunk = chunk
-        self.input = input
+        self.input, self.bridged = input, list(bridged)
+        # After a backward, of what this chunk was given.
+        self.gradients_of_given: list[Tensor] = []
+        self._given: list[Tensor] = []
         self.micro_batch = micro_batch
         self.recomputed = recomputed
         self._output: Tensor | None = None
         self._gradient: Tensor | float | None = None
         self._groups: list[dict[str, Any]] | None = None
 
-    def forward(self) -> Tensor:
-        """The chunk's output, detached. The graph stays in this object."""
-        if self.input is not None and self.input.is_floating_point():
-            self.input.requires_grad_()
+    def forward(self) -> tuple[Tensor, ...]:
+        """The chunk's output and what it gives later chunks, detached. The graph stays in this object."""
+        for each in (self.input, *self.bridged):
+            if each is not None and each.is_floating_point():
+                each.requires_grad_()
         if self.recomputed:
             self._random = random_state()
             with torch.no_grad():
-                return self.chunk(self.input, self.micro_batch)
+                return as_tuple(self.chunk(self.input, self.micro_batch, *self.bridged))
         return self._with_graph()
 
     def recompute(self) -> None:
@@ -44,14 +51,19 @@ class VisitState:
         with _replayed(self._random):
             self._with_graph()
 
-    def backward(self, gradient: Tensor | float) -> Tensor | None:
+    def backward(self, gradient: Tensor | float, of_bridged: Sequence[Tensor] = ()) -> Tensor | None:
         """Add the weights' gradients to theirs. Return the gradient of the input.
 
-        gradient: of the output; a number if the output is a loss.
+        gradient: of the output; a number if the output is a loss. of_bridged: of what the chunk gave later ones.
         """
         output = self._taken()
-        if output.requires_grad:
-            torch.autograd.backward(output, _as_tensor(gradient, output))
+        pairs = [(output, _as_tensor(gradient, output)), *zip(self._given, of_bridged, strict=True)]
+        pairs = [(each, own) for each, own in pairs if each.requires_grad]
+        if pairs:
+            torch.autograd.backward([each for each, _ in pairs], [own for _, own in pairs])
+        of_given = ((each, each.grad) for each in self.bridged)
+        self.gradients_of_given = [torch.zeros_like(each) if own is None else own for each, own in of_given]
+        self.bridged, self._given = [], []
         return self._gradient_of_input()
 
     def backward_input(self, gradient: Tensor | float) -> Tensor | None:
@@ -72,12 +84,13 @@ class VisitState:
             _compat.weight_gradients(self._weights(), self._groups)
         self._groups = self._gradient = None
 
-    def _with_graph(self) -> Tensor:
+    def _with_graph(self) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            output = self.chunk(self.input, self.micro_batch)
-        result = output.detach()
-        if output.ndim:
+            output, *self._given = as_tuple(self.chunk(self.input, self.micro_batch, *self.bridged))
+        result = (output.detach(), *(each.detach() for each in self._given))
+        if output.ndim and not self._given:
             # Of an output that is on its way only the graph behind it is needed: its memory is the message's alone.
+            # What is given besides may have been computed from it.
             output.data = output.data.new_empty(()).expand(output.shape)
         self._output = output
         return result
@@ -97,6 +110,11 @@ class VisitState:
 
     def _weights(self) -> list[nn.Parameter]:
         return [param for param in self.chunk.parameters() if param.requires_grad]
+
+
+def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The output of a chunk and what it gives later ones, as a tuple."""
+    return output if isinstance(output, tuple) else (output,)
 
 
 def _as_tensor(gradient: Tensor | float, output: Tensor) -> Tensor:

@@ -141,6 +141,10 @@ class SpreadVocabulary:
         has_loss = micro_batch[1] is not None
         return micro_batch[0].numel() * (NUM_SCORES * has_loss if kind == "scores" else self.features)
 
+    def kept_bytes(self, micro_batch: TokenBatch) -> float:
+        """Bytes kept from S to T: probabilities of this rank's rows, and the hidden states."""
+        return 4.0 * micro_batch[0].numel() * (self.rows.own.size + self.features)
+
     def embed(self, micro_batch: TokenBatch) -> Tensor:
         """[n, h]: the embeddings of the tokens whose rows are here, in the tokens' order."""
         tokens = micro_batch[0].flatten()

@@ -16,9 +16,8 @@ from thinwire.methods.pipeline.plan import (
     SPREAD_KINDS,
     WEIGHT,
     Action,
-    Arrival,
     Plan,
-    Shared,
+    PlanMessage,
     Visit,
 )
 
@@ -86,6 +85,13 @@ def _of_paths(plan: Plan) -> Iterator[str]:
         elif len(set(path)) < len(path):
             twice = next(chunk for chunk, times in Counter(path).items() if times > 1)
             yield f"micro-batch {micro_batch} visits chunk {twice} more than once: a path visits a chunk at most once"
+        for source, target in plan.bridges:
+            if not (source in path and target in path[path.index(source) + 1 :]):
+                yield f"micro-batch {micro_batch} does not visit chunk {source} and later {target}: a bridge needs both"
+    if plan.bridges and any(action.kind == INPUT for order in plan.orders for action in order):
+        yield "bridges between chunks need whole backwards: nearest: an order without halves, such as 1f1b or fitted"
+    if len(set(plan.bridges)) < len(plan.bridges):
+        yield "two bridges between the same chunks: one carries what a chunk gives the other"
 
 
 def _of_orders(plan: Plan) -> Iterator[str]:
@@ -126,7 +132,7 @@ def _of_visit(visit: Visit, kinds: set[str], home: int) -> Iterator[str]:
 
 def _of_waiting(plan: Plan) -> Iterator[str]:
     """Run the orders without a clock. Yield what each rank waits for if all of them wait."""
-    done: set[Action | Arrival | Shared] = set()
+    done: set[Action | PlanMessage] = set()
     places = [0] * plan.num_ranks
     moved = True
     while moved:

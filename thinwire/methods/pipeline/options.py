@@ -17,7 +17,7 @@ from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
 from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.orders import ORDERS, SPREAD_ORDERS, plan
 from thinwire.methods.pipeline.plan import Plan, straight
-from thinwire.methods.pipeline.recompute import MODES, recompute
+from thinwire.methods.pipeline.recompute import AUTO, MODES, fastest_within, recompute
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, fewest_stages
 from thinwire.methods.pipeline.simulate import Costs, simulate
 from thinwire.methods.pipeline.skip import path_length, skipping
@@ -65,8 +65,9 @@ class Pipeline:
     is in flight."""
     skip: float = 0.0
     """Share of the stages that each micro-batch leaves out, such as 0.33, by SkipPipe (fitted plans, head 'first')."""
-    recompute: Literal["never", "except-last", "always"] = "never"
-    """Which activations are computed again instead of kept."""
+    recompute: Literal["never", "except-last", "always", "auto"] = "never"
+    """Which activations are computed again instead of kept; auto: the fastest choice, by simulation, of those that fit
+    into the memory that is free at the start."""
     recover: Literal["none", "average", "swap", "uniform", "copy", "random"] = "none"
     """Weights of a lost stage's layers, in a run that continues without a checkpoint: average: of the layers before and
     after, weighted by their gradients; swap: the same, but half of the micro-batches pass the first two and the last
@@ -146,8 +147,10 @@ class Pipeline:
             problems.messages.append(
                 f"recover {self.recover!r} with across {REPLICAS!r}: not supported; nearest: across {STAGES!r}"
             )
-        if self.recompute not in MODES:
-            problems.messages.append(f"recompute {self.recompute!r} is unknown{nearest(self.recompute, MODES)}")
+        if self.recompute not in (*MODES, AUTO):
+            problems.messages.append(
+                f"recompute {self.recompute!r} is unknown{nearest(self.recompute, [*MODES, AUTO])}"
+            )
         problems.raise_any()
 
     @property
@@ -155,6 +158,11 @@ class Pipeline:
         """The codecs whose kernels are compiled before the workers start."""
         found = (self.crossing(0).codec(direction) for direction in ("forward", "backward"))
         return tuple(codec for codec in found if codec is not None)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the plan is made for measured stages and links."""
+        return self.plan == FITTED and self.recover != SWAP
 
     def crossing(self, seed: int) -> Crossing:
         """The codecs at borders."""
@@ -185,15 +193,19 @@ class Pipeline:
         return (*layers, 0) if self.head == "first" else tuple(layers)
 
     def plan_of(
-        self, stages: int, micro_batches: int, costs: Costs | None = None, network: Network | None = None
-    ) -> Plan:
-        """The plan of a step. costs, network: the measurements for a fitted plan; None: all chunks alike.
+        self, stages: int, micro_batches: int, costs: Costs | None = None, network: Network | None = None,
+        memory: Sequence[float] | None = None,
+    ) -> Plan:  # fmt: skip
+        """The plan of a step.
+
+        Args:
+            costs, network: the measurements for a fitted plan; None: all chunks alike.
+            memory: bytes for the activations of each stage, by which recompute "auto" is decided; None: no limit.
 
         Raises ConfigError for a number of micro-batches that the plan does not support.
         """
         if self.skip:
-            # Not fitted: what is left out, and in which order gradients are added, must not depend on a clock.
-            made = skipping(stages, micro_batches, self.skip, in_flight=self.in_flight)
+            made = skipping(stages, micro_batches, self.skip, costs, network, self.in_flight)
         elif self.recover == SWAP:
             made = swapping(stages, micro_batches, self.in_flight)
         elif self.head == SPREAD:
@@ -204,7 +216,10 @@ class Pipeline:
             made = fitted(home, paths, costs or Costs.even(len(home)), network, in_flight=self.in_flight)
         else:
             made = plan(self.plan, stages, micro_batches, self.chunks)
-        made = recompute(made, self.recompute)
+        if self.recompute == AUTO:
+            made = fastest_within(made, costs or Costs.even(len(made.home)), network, memory)
+        else:
+            made = recompute(made, self.recompute)
         check(made)
         return made
 
@@ -231,8 +246,7 @@ class Pipeline:
             "last": "the last stage", "first": "the first stage, to which micro-batches come back",
             SPREAD: f"all stages, some rows on each, like the embedding; barriers: {self.barriers}",
         }[self.head]  # fmt: skip
-        is_fitted = self.plan == FITTED and not self.skip and self.recover != SWAP
-        why = "fitted to what the second step measures" if is_fitted else ""
+        why = "fitted to what the second step measures, and anew when links drift" if self.is_measured else ""
         rows: list[Row] = [
             ("pipeline plan", self.plan, why),
             (
@@ -245,11 +259,13 @@ class Pipeline:
         if self.skip:
             stages = sum(size > 0 for size in sizes)
             visited = f"{path_length(stages, self.skip)} of {stages} stages for each micro-batch"
-            rows.append((f"skip {self.skip:g}", visited, "paths and order are planned for equal stages and links"))
+            rows.append((f"skip {self.skip:g}", visited, "planned for equal stages and links until these are measured"))
         if self.delta:
             effect = f"to each sequence's last message, in at most {self.delta_mb} MB of memory for a border and side"
             rows.append(("differences forward", effect, "the first sequences are kept; others cross whole"))
-        return rows + ([("recompute", self.recompute, MODES[self.recompute])] if self.recompute != "never" else [])
+        # What `auto` chooses is known with the first micro-batches.
+        stated = self.recompute not in ("never", AUTO)
+        return rows + ([("recompute", self.recompute, MODES[self.recompute])] if stated else [])
 
 
 def check_stages(

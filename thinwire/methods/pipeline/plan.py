@@ -69,12 +69,14 @@ class Plan:
         orders: for each rank its actions, in order.
         barriers: if embedding and head are spread over all ranks, the number of barriers between the last forward of a
             micro-batch and its first backward: 1 or 2; 0: embedding and head are in the first and the last chunk.
+        bridges: (source, target): what a chunk gives a later one besides the hidden state, straight to its rank.
     """
 
     home: tuple[int, ...]
     paths: tuple[tuple[int, ...], ...]
     orders: tuple[tuple[Action, ...], ...]
     barriers: int = 0
+    bridges: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -91,7 +93,7 @@ class Plan:
     @cached_property
     def routes(self) -> Routes:
         """The neighbours of each visit."""
-        return Routes(self.paths, self.home, self.barriers)
+        return Routes(self.paths, self.home, self.barriers, self.bridges)
 
 
 class Arrival(Event):
@@ -105,6 +107,27 @@ class Arrival(Event):
     def __str__(self) -> str:
         what = "the input" if self.kind == "forward" else "the gradient of the output"
         return f"{what} of micro-batch {self.micro_batch} at chunk {self.chunk}"
+
+
+class Bridged(NamedTuple):
+    """What one chunk gives a later one besides the hidden state, or its gradient on the way back.
+
+    kind: "forward" or "backward". source, target: chunks, in the order of the forward.
+    """
+
+    kind: str
+    source: int
+    target: int
+    micro_batch: int
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The chunks that send and receive this message."""
+        return (self.source, self.target) if self.kind == "forward" else (self.target, self.source)
+
+    def __str__(self) -> str:
+        what = "what" if self.kind == "forward" else "the gradient of what"
+        return f"{what} chunk {self.source} gives chunk {self.target} of micro-batch {self.micro_batch}"
 
 
 class Shared(NamedTuple):
@@ -124,13 +147,20 @@ class Shared(NamedTuple):
         return f"the {self.kind} of micro-batch {self.micro_batch} from rank {self.source}"
 
 
+PlanMessage = Arrival | Shared | Bridged
+
+
 class Routes:
     """The neighbours of each visit on its micro-batch's path, and the number of its hop.
 
-    home, barriers: see Plan; only needed if barriers are not 0.
+    home, barriers, bridges: see Plan; home is only needed if barriers are not 0.
     """
 
-    def __init__(self, paths: Sequence[Sequence[int]], home: Sequence[int] = (), barriers: int = 0) -> None:
+    def __init__(
+        self, paths: Sequence[Sequence[int]], home: Sequence[int] = (), barriers: int = 0,
+        bridges: Sequence[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
+        self.bridges = bridges
         self.before: dict[Visit, Visit | None] = {}
         self.after: dict[Visit, Visit | None] = {}
         self.hop: dict[Visit, int] = {}
@@ -143,8 +173,29 @@ class Routes:
             self.after.update(zip(visits, [*visits[1:], None], strict=True))
             self.hop.update((visit, hop) for hop, visit in enumerate(visits))
 
-    def needs(self, action: Action) -> list[Action | Arrival | Shared]:
-        """What must have arrived or ended before an action can start."""
+    def needs(self, action: Action) -> list[Action | PlanMessage]:
+        """What must have arrived or ended before an action can start; what comes over bridges is last."""
+        found = self._needs(action)
+        if action.kind == FORWARD:
+            found += [Bridged("forward", *ends, action.micro_batch) for ends in self.bridges if ends[1] == action.chunk]
+        elif action.kind == BACKWARD:
+            found += [
+                Bridged("backward", *ends, action.micro_batch) for ends in self.bridges if ends[0] == action.chunk
+            ]
+        return found
+
+    def gives(self, action: Action) -> list[PlanMessage]:
+        """The tensors of an action that other ranks, or the same rank later, need; those over bridges are last."""
+        found = self._gives(action)
+        if action.kind == FORWARD:
+            found += [Bridged("forward", *ends, action.micro_batch) for ends in self.bridges if ends[0] == action.chunk]
+        elif action.kind == BACKWARD:
+            found += [
+                Bridged("backward", *ends, action.micro_batch) for ends in self.bridges if ends[1] == action.chunk
+            ]
+        return found
+
+    def _needs(self, action: Action) -> list[Action | PlanMessage]:
         visit, own, number = action.visit, Action(FORWARD, *action.visit), action.micro_batch
         if action.kind == FORWARD:
             return [Arrival("forward", *visit)] if self.before[visit] else self._from_all("rows", number, 0)
@@ -164,8 +215,7 @@ class Routes:
             return [Action(AGREE, *visit)]
         return [Shared("gradient", first, action.chunk, number)] if action.kind == SCATTER else []
 
-    def gives(self, action: Action) -> list[Arrival | Shared]:
-        """The tensors of an action that other ranks, or the same rank later, need."""
+    def _gives(self, action: Action) -> list[PlanMessage]:
         rank, number = action.chunk, action.micro_batch
         if action.kind == FORWARD:
             after = self.after[action.visit]
@@ -182,11 +232,11 @@ class Routes:
             return [Shared("part", rank, self._ends[number][1], number)]
         return []
 
-    def _from_all(self, kind: str, number: int, end: int) -> list[Action | Arrival | Shared]:
+    def _from_all(self, kind: str, number: int, end: int) -> list[Action | PlanMessage]:
         """The messages from each rank to that of one end of a path."""
         return [Shared(kind, rank, self._ends[number][end], number) for rank in self._ranks]
 
-    def _to_all(self, kind: str, number: int, end: int) -> list[Arrival | Shared]:
+    def _to_all(self, kind: str, number: int, end: int) -> list[PlanMessage]:
         return [Shared(kind, self._ends[number][end], rank, number) for rank in self._ranks]
 
 

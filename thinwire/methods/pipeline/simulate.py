@@ -19,8 +19,9 @@ from thinwire.methods.pipeline.plan import (
     TRAIN,
     WEIGHT,
     Action,
-    Arrival,
+    Bridged,
     Plan,
+    PlanMessage,
     Routes,
     Shared,
     Visit,
@@ -97,7 +98,7 @@ class PipelineTimeline:
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     link_bytes: dict[tuple[int, int], float]
     peak_bytes: tuple[float, ...]
-    messages: tuple[tuple[int, int, Arrival | Shared, float, float], ...] = ()
+    messages: tuple[tuple[int, int, PlanMessage, float, float], ...] = ()
 
     @property
     def makespan_s(self) -> float:
@@ -156,7 +157,7 @@ def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Co
         places[rank] += 1
         return action
 
-    clock = PipelineClock(plan.home, plan.paths, plan.num_ranks, costs, network, cores, plan.barriers)
+    clock = PipelineClock(plan.home, plan.paths, plan.num_ranks, costs, network, cores, plan.barriers, plan.bridges)
     return clock.run(next_of_order, _recomputed(plan))
 
 
@@ -185,22 +186,23 @@ class PipelineClock:
     network: Network | None = None
     cores: Cores | None = None
     barriers: int = 0
-    done: set[Action | Arrival | Shared] = field(default_factory=set)
+    bridges: Sequence[tuple[int, int]] = ()
+    done: set[Action | PlanMessage] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if len(self.costs.forward_s) != len(self.home):
             raise ConfigError(f"costs of {len(self.costs.forward_s)} chunks for a plan of {len(self.home)}")
         if self.network is not None and len(self.network.nodes) != self.num_ranks:
             raise ConfigError(f"a network of {len(self.network.nodes)} ranks for a plan of {self.num_ranks}")
-        self.routes = Routes(self.paths, self.home, self.barriers)
+        self.routes = Routes(self.paths, self.home, self.barriers, self.bridges)
         self.events: Events[Any] = Events(self.network or Network.even(self.num_ranks), self.cores)
         self.free = set(range(self.num_ranks))
         self.memory = [_Memory() for _ in range(self.num_ranks)]
         self._begun_s = [0.0] * self.num_ranks
         self._spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(self.num_ranks)]
         self._link_bytes: dict[tuple[int, int], float] = {}
-        self._sent: dict[Arrival | Shared, tuple[int, int, float]] = {}
-        self._messages: list[tuple[int, int, Arrival | Shared, float, float]] = []
+        self._sent: dict[PlanMessage, tuple[int, int, float]] = {}
+        self._messages: list[tuple[int, int, PlanMessage, float, float]] = []
 
     def can_start(self, action: Action) -> bool:
         """Whether everything that an action needs is on its rank."""
@@ -224,7 +226,7 @@ class PipelineClock:
         peaks = tuple(memory.peak for memory in self.memory)
         return PipelineTimeline(tuple(map(tuple, self._spans)), self._link_bytes, peaks, tuple(self._messages))
 
-    def _arrive(self, arrived: Sequence[Arrival | Shared]) -> None:
+    def _arrive(self, arrived: Sequence[PlanMessage]) -> None:
         self.done.update(arrived)
         for what in arrived:
             source, target, sent_s = self._sent[what]
@@ -256,13 +258,20 @@ class PipelineClock:
         for given in self.routes.gives(action):
             self._give(rank, action, given)
 
-    def _give(self, rank: int, action: Action, given: Arrival | Shared) -> None:
-        target = given.target if isinstance(given, Shared) else self.home[given.chunk]
+    def _give(self, rank: int, action: Action, given: PlanMessage) -> None:
+        if isinstance(given, Bridged):
+            target = self.home[given.ends[1]]
+        else:
+            target = given.target if isinstance(given, Shared) else self.home[given.chunk]
         if target == rank:
             self.done.add(given)
             return
         if isinstance(given, Shared):
             num_bytes = self.costs.spread.sizes.get(given.kind, 0.0)
+        elif isinstance(given, Bridged):
+            # As large as the hidden state behind its source.
+            of_kind = self.costs.forward_bytes if given.kind == "forward" else self.costs.backward_bytes
+            num_bytes = of_kind[given.source]
         else:
             sizes = self.costs.forward_bytes if given.kind == "forward" else self.costs.backward_bytes
             # Both messages of a border are of the size of the output that crosses it.

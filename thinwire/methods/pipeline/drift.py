@@ -1,0 +1,65 @@
+"""Tells when a plan that was made for measured links is out of date, and turns plans into text and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from typing import Any
+
+from thinwire.cost import Network
+from thinwire.methods.pipeline.plan import Action, Plan
+from thinwire.methods.pipeline.simulate import PipelineTimeline
+
+# How much slower or faster a link's messages must be than planned, and their part of a step that makes it matter.
+DRIFT, MATTERS = 0.25, 0.05
+
+
+def drifted(planned: Network, now: Network, step: PipelineTimeline) -> str:
+    """The link that has drifted most from what a plan was made for, in words; empty if none has by DRIFT.
+
+    Of each link the seconds of a step's messages count: bytes / rate. A link on which the plan sends nothing counts as
+    if it carried as much as the busiest one, for a new plan might use it.
+
+    step: of the plan, simulated.
+    """
+    busiest = max(step.link_bytes.values(), default=0.0)
+    found = []
+    for pair in permutations(range(len(planned.nodes)), 2):
+        num_bytes = step.link_bytes.get(pair) or busiest
+        rates = [network.rates[pair[0]][pair[1]] for network in (planned, now)]
+        before_s, now_s = (num_bytes / rate for rate in rates)
+        moved_s = abs(now_s - before_s)
+        if moved_s > DRIFT * min(before_s, now_s) and moved_s > MATTERS * step.makespan_s:
+            found.append(
+                (moved_s, f"{pair[0]} to {pair[1]}: {rates[1] / 1e6:.3g} MB/s where it was {rates[0] / 1e6:.3g}")
+            )
+    return max(found)[1] if found else ""
+
+
+def plan_text(plan: Plan, network: Network) -> dict[str, Any]:
+    """A plan, and the links that it was made for, as JSON can hold them."""
+    orders = [[str(action) for action in order] for order in plan.orders]
+    return {
+        "home": plan.home,
+        "paths": plan.paths,
+        "orders": orders,
+        "links": [network.nodes, network.rates, network.delays_s, network.burst_s],
+    }
+
+
+def plan_from(text: Mapping[str, Any]) -> tuple[Plan, Network]:
+    """The inverse of `plan_text`."""
+    nodes, rates, delays_s, burst_s = text["links"]
+    orders = tuple(tuple(map(_action, order)) for order in text["orders"])
+    links = Network(tuple(nodes), _rows(rates), _rows(delays_s), burst_s)
+    return Plan(tuple(text["home"]), _rows(text["paths"]), orders), links
+
+
+def _action(text: str) -> Action:
+    kind = text.strip("0123456789")
+    chunk, micro_batch = map(int, text.split(kind))
+    return Action(kind, chunk, micro_batch)
+
+
+def _rows(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(map(tuple, rows))

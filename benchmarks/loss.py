@@ -9,8 +9,8 @@ compare`, with options and a learning rate of their own in brackets; --flags are
 
 Every run that has finished is a line of --runs, and is not repeated: a benchmark that is broken off goes on where it
 was, and the table says how many seeds it has. Delete the file after a change of the numerics. Strategies of the
-sharded host train in this process, to the same bits as in four (benchmarks/one_process.py); others by `thinwire
-train`.
+sharded host on the data axis train in this process, to the same bits as in four (benchmarks/one_process.py); others by
+`thinwire train`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def asked_for(config: str) -> str:
 
 def train(config: TrainConfig) -> tuple[float, float]:
     """Held-out loss, and the bytes that a rank sends in a step."""
-    if isinstance(Run.of(config).strategy, ShardedMethod) and config.dtype != "auto":
+    is_alone = not config.finds_expert_ranks and config.mesh_shape.sizes["data"] == config.workers
+    if isinstance(Run.of(config).strategy, ShardedMethod) and config.dtype != "auto" and is_alone:
         trained = train_here(config)
         return trained.heldout_loss, trained.sent_bytes
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@
 One layer, forward and backward, fp32, for two numbers of tokens and of experts a token: four settings; three rates make
 twelve. All ways take turns, round by round, so that a busy machine slows all of them alike; medians count. `simulated`
 is the way that the simulation takes for the fastest, `dictionary` the one that is left after each way near the
-prediction was tried once.
+prediction was tried once. `--each` shows every way, predicted and measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from thinwire import ExpertParallel, expert_parallel
 from thinwire.calibration.levels import measure_links
 from thinwire.collectives import Communicator
-from thinwire.cost.links import ALL_TO_ALL
+from thinwire.cost.links import ALL_TO_ALL, Links
 from thinwire.hosts.experts import ExpertRanks
 from thinwire.methods.experts import Rows, WayDictionary, choose_way, way_text
 from thinwire.models.moe import Experts, MoEConfig
@@ -45,8 +45,8 @@ def passed_s(module: nn.Module, ep: ExpertRanks, way: ExpertParallel, given: tup
     return time.perf_counter() - start
 
 
-def setting(num_tokens: int, top_k: int, rounds: int, comm: Communicator) -> str:
-    """A line on one setting."""
+def setting(num_tokens: int, top_k: int, rounds: int, comm: Communicator, shows_each: bool) -> str:
+    """A line on one setting, and one on each of its ways if `shows_each`."""
     rank, ranks, local_size = comm.rank, comm.world_size, comm.topology.local_size
     model = nn.Module()
     model.experts = module = Experts(MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS))
@@ -82,10 +82,22 @@ def setting(num_tokens: int, top_k: int, rounds: int, comm: Communicator) -> str
     found = {way: statistics.median(seconds) for way, seconds in taken.items()}
     best = min(found, key=found.__getitem__)
     more = {name: found[way] / found[best] - 1 for name, way in (("sim", first), ("dict", ways.ways[ways.now]))}
+    each = [
+        f"\n{'':10} {1e3 * found[way]:7.1f} ms  predicted {1e3 * predicted[way]:7.1f} ms  {way_text(way)}"
+        for way in sorted(found, key=found.__getitem__)
+    ]
     return (
         f"{num_tokens:5} x {top_k}  {1e3 * found[best]:7.1f} ms  {way_text(best):26} {more['sim']:8.1%} "
         f"{more['dict']:10.1%}  {len(found):3}  predicted {1e3 * predicted[best]:.1f} ms; simulated: {way_text(first)}"
-    )
+    ) + "".join([*each, f"\n{'':10} {links_text(links)}"] if shows_each else [])
+
+
+def links_text(links: Links) -> str:
+    """What was measured of the links, and what a prediction rests on."""
+    lines = {level: line for (_, level), line in links.lines.items()}
+    fits = [f"{level} {1e3 * line.alpha_s:.3g} ms + n / {1e-6 / line.beta_s:.4g} MB/s" for level, line in lines.items()]
+    product = f"{1e-9 / links.product.beta_s:.3g} Gflop/s"
+    return f"all-to-all {', '.join(fits)}; one more message {1e3 * links.message_s:.3g} ms; products {product}"
 
 
 def main() -> None:
@@ -93,6 +105,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512], help="of a rank")
     parser.add_argument("--top-k", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--each", action="store_true", help="show every way, predicted and measured, and the links")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -100,7 +113,7 @@ def main() -> None:
     if comm.rank == 0:
         print("tokens x experts, best fixed way, more than it: simulated, dictionary; ways measured", flush=True)
     for num_tokens, top_k in product(args.tokens, args.top_k):
-        line = setting(num_tokens, top_k, args.rounds, comm)
+        line = setting(num_tokens, top_k, args.rounds, comm, args.each)
         if comm.rank == 0:
             print(line, flush=True)
     comm.close()

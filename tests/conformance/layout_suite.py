@@ -83,10 +83,17 @@ ROWS: dict[str, Row] = {
     "heads-and-ring": Row(RING, sequence=SequenceParallel(4, "ulysses=2,ring=2")),
     "inside": Row({"data": 1, "expert": 2, "sequence": 2}, experts=spread(chunks=2)),
     "outside": Row({"data": 1, "sequence": 2, "expert": 2}, has_logits=False),
+    "ring-moves": Row(
+        {"data": 1, "expert": 2, "sequence": 2}, experts=spread(move="experts"), sequence=SequenceParallel(2, "ring")
+    ),
     "adamw": Row(FOUR, experts=spread(4), optimizer="adamw", begins=True),
     "adamw-pairs": Row(PAIRS, experts=spread(2), optimizer="adamw"),
     "sdp4bit": Row(PAIRS, thinwire.SDP4Bit(), spread(2), optimizer="adamw", drift=0.1),
     "sdp4bit-heads": Row(SHARED, thinwire.SDP4Bit(), optimizer="adamw", drift=0.1),
+    "sdp4bit-ring": Row(
+        {"data": 1, "sequence": 2, "expert": 2}, thinwire.SDP4Bit(), spread(dispatch="int8"),
+        SequenceParallel(2, "ring", activations="int8", gradients="int8"), "adamw", drift=0.1,
+    ),
     "int8": Row(FOUR, experts=spread(dispatch="int8", gradients="int8"), optimizer="adamw", drift=0.1),
     "dion": Row(PAIRS, optimizer="dion", begins=True),
     "dion-four": Row(FOUR, optimizer="dion"),

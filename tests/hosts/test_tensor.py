@@ -381,13 +381,19 @@ class ScaledHeads(nn.Module):
         return self.down(scaled).square().mean()
 
 
-def scaled_heads(rank: int, world_size: int, is_summed: bool) -> tuple[str, torch.Tensor]:
+def scaled_heads(rank: int, world_size: int) -> list[Any]:
+    refused = [steps_of_scaled(method, False)[0] for method in (thinwire.Zero(), thinwire.FSDP())]
+    return [*refused, steps_of_scaled(thinwire.Zero(), True)]
+
+
+def steps_of_scaled(method: Any, is_summed: bool) -> tuple[str, torch.Tensor]:
+    """What the first step whose gradients are finite is refused for, and the scale after two of them."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     model = ScaledHeads()
     if is_summed:
         model.scale.register_hook(lambda gradient: all_reduce(gradient, "sum", mesh["tensor"]))
     parallelize_module(model, mesh["tensor"], PLAN)
-    stage = parallelize(model, adamw(model), mesh, [thinwire.Zero()], announce=False)
+    stage = parallelize(model, adamw(model), mesh, [method], announce=False)
     x, told = torch.randn(6, 12, generator=torch.Generator().manual_seed(0)), ""
     # Gradients that are not finite tell nothing: the next step is compared.
     for factor in (math.nan, 1.0, 1.0):
@@ -403,16 +409,16 @@ def scaled_heads(rank: int, world_size: int, is_summed: bool) -> tuple[str, torc
 
 
 def test_a_whole_parameter_with_another_gradient_on_each_rank_is_refused_in_the_first_step() -> None:
-    assert all(
-        "scale: whole on all ranks of the tensor axis" in told for told, _ in run_workers(scaled_heads, 2, False)
-    )
     one = ScaledHeads()
     optimizer, x = adamw(one), torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         optimizer.zero_grad()
         one(x).backward()
         optimizer.step()
-    for told, scale in run_workers(scaled_heads, 2, True):
+    for plain, fsdp, (told, scale) in run_workers(scaled_heads, 2):
+        assert "scale: whole on all ranks of the tensor axis" in plain and plain.endswith("before parallelize")
+        # FSDP2 would not run such a hook.
+        assert plain.startswith(fsdp) and fsdp.endswith("in the plan of parallelize_module")
         assert not told
         torch.testing.assert_close(scale, one.scale.detach(), rtol=0, atol=1e-6)
 

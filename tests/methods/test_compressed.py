@@ -16,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from tests.workers import run_workers
+from thinwire.collectives import Topology
 from thinwire.layout.formats import WireFormat
 from thinwire.layout.sections import Sections
 from thinwire.methods.ddp import DDPMethod
+from thinwire.state.memory import Place
 
 LRS = (0.1, 0.2, 0.2, 0.05)
 METHOD = thinwire.TwoWay(min_bytes=0, chunk_bytes=1 << 16, threads=1)
@@ -65,7 +67,22 @@ def outputs(
     return given, residual
 
 
+def stacked(rank: int) -> None:
+    """A stack of experts has the factors that each of them has apart."""
+    method, q = (
+        thinwire.PowerSGD(rank=3, start_step=1),
+        torch.randn(4, 30, 3, generator=torch.Generator().manual_seed(1)),
+    )
+    together, residual = outputs(method, [(4, 40, 30)], rank, {"error": {}, "q": {"held.0": q}})
+    apart = {"error": {}, "q": {f"held.{number}": each for number, each in enumerate(q)}}
+    each, residuals = outputs(method, [(40, 30)] * 4, rank, apart)
+    for own, others in zip(together, each, strict=True):
+        torch.testing.assert_close(own[0], torch.stack(others), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(residual["held.0"], torch.stack([*residuals.values()]), rtol=1e-5, atol=1e-5)
+
+
 def both_powersgds(rank: int, world_size: int) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    stacked(rank)
     shapes = [(40, 30)]
     theirs, _ = outputs(thinwire.TorchPowerSGD(rank=3, start_step=2), shapes, rank, lrs=(0.1,) * 7)
     # The first Q that torch's hook draws from seed 0.
@@ -82,6 +99,20 @@ def test_powersgd_is_that_of_torchs_hook() -> None:
         for own, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(own[0], other[0], rtol=1e-4, atol=1e-4)
         assert float((ours[0][0] - ours[-1][0]).abs().max()) > 0.1
+
+
+def test_few_experts_travel_as_factors_of_their_own() -> None:
+    method, experts = thinwire.PowerSGD(), torch.Size([8, 64, 96])
+    # One matrix of 8 rows would travel whole.
+    assert method.size(experts, 4) == 8 * method.size(experts[1:], 4) and method.rank_of(experts) == 4
+    x = torch.randn(experts, generator=torch.Generator().manual_seed(0))
+    alone = [method.errors(each, [2, 5]) for each in x]
+    assert method.errors(x, [2, 5]) == pytest.approx([math.hypot(*column) for column in zip(*alone, strict=True)])
+    # A convolution is one matrix, of 3 x 24 columns.
+    assert method.size(torch.Size([64, 24, 3]), 4) == method.size(torch.Size([64, 72]), 4)
+    place = Place({"experts": experts}, Topology(2, 1), 0)
+    (row,) = [effect for what, effect, _ in method.reduction(place, 0).rows() if what == "gradients"]
+    assert row.startswith("1 of 1 as factors of rank 4 in fp32 (1 of them stacks of matrices)")
 
 
 def degenerate(rank: int, world_size: int) -> list[list[Tensor]]:

@@ -84,9 +84,12 @@ def test_packed_documents_train_as_they_do_apart() -> None:
         loss, norm = apart(folder)
         (alone,) = run_workers(train, 1, folder, {})
         two = run_workers(train, 2, folder, {"micro_batch": 1})
-        heads = run_workers(train, 2, folder, {"tables": {"sequence": {"parallel": 2, "method": "ulysses"}}})
+        heads, ring = (
+            run_workers(train, 2, folder, {"tables": {"sequence": {"parallel": 2, "method": method}}})
+            for method in ("ulysses", "ring")
+        )
     assert alone[0][0] == pytest.approx(loss, rel=1e-5) and alone[1][0] == pytest.approx(norm, rel=1e-4)
-    for ranks in (two, heads):
+    for ranks in (two, heads, ring):
         assert ranks[0] == ranks[1]
         assert ranks[0][0] == pytest.approx(alone[0], rel=1e-5) and ranks[0][1] == pytest.approx(alone[1], rel=1e-4)
         assert ranks[0][2] == pytest.approx(alone[2], rel=1e-5)
@@ -108,7 +111,6 @@ def test_numbers_of_documents_and_targets() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--workers 2 --sequence.parallel 2", "nearest: --sequence.method ulysses"),
         ("--workers 2 --stages 2", "--documents beside stages"),
         ("--compile", "--documents beside --compile: every batch has other documents; leave one of both out"),
     ],

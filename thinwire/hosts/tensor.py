@@ -284,7 +284,7 @@ class CopiedGradients:
 
     A parameter between a matrix that is cut by columns and one that is cut by rows, such as a norm of the queries of
     all heads, gets on each rank the gradient of that rank's columns alone. Its copies would drift apart. FSDP2 runs no
-    hooks of parameters, so nothing is compared with it.
+    hooks of parameters: of its parameters, this rank's part of the mean over replicas is compared.
     """
 
     # Part of a gradient's norm by which ranks may differ: on a GPU, sums may depend on the order of threads.
@@ -301,8 +301,8 @@ class CopiedGradients:
             for attribute, place in cuts.items()
             if place.dim is not None
         }
-        whole = [(n, p) for n, p in model.named_parameters() if id(p) not in cut and p.requires_grad]
-        self._hooks = [param.register_hook(partial(self._see, name)) for name, param in whole]
+        self._whole = {n: p for n, p in model.named_parameters() if id(p) not in cut and p.requires_grad}
+        self._hooks = [param.register_hook(partial(self._see, name)) for name, param in self._whole.items()]
 
     def _see(self, name: str, gradient: Tensor) -> None:
         if name not in self.seen:
@@ -313,6 +313,9 @@ class CopiedGradients:
         """Raise ConfigError on all ranks if any gradient differs. A collective over the axis until it has compared."""
         if not self._hooks:
             return
+        for name, param in self._whole.items():
+            if name not in self.seen and isinstance(param.grad, DTensor):
+                self._see(name, param.grad.to_local())
         told: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(told, self.seen, group=self.group)
         self.seen = {}
@@ -323,10 +326,11 @@ class CopiedGradients:
         self._hooks = []
         names = sorted(set(chain(*told)))
         if odd := [name for name in names if any(self._differ(told[0].get(name), seen.get(name)) for seen in told)]:
+            has_hooks = not any(isinstance(self._whole[name], DTensor) for name in odd)
+            hook = ", or sum it over the axis in a hook that is registered before parallelize" if has_hooks else ""
             raise ConfigError(
                 f"{', '.join(odd)}: whole on all ranks of the tensor axis, and each rank has another gradient, that of "
-                "its own columns or heads; nearest: name it in the plan of parallelize_module, or sum it over "
-                "the axis in a hook that is registered before parallelize"
+                f"its own columns or heads; nearest: name it in the plan of parallelize_module{hook}"
             )
 
     def _differ(self, first: tuple[float, float] | None, own: tuple[float, float] | None) -> bool:

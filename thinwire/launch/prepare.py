@@ -56,7 +56,6 @@ from thinwire.options import (
     MOE,
     PIPELINE,
     RESIDENCY,
-    SEQUENCE,
     check_unused,
     has_islands,
     model_table,
@@ -508,7 +507,6 @@ def check_documents(config: TrainConfig) -> None:
         return
     problems, shape = Problems(), config.mesh_shape
     tokenizer = problems.note(load_tokenizer, config.tokenizer)
-    method = config.tables.get(SEQUENCE, {}).get("method", "auto")
     wrong = {
         f"--tokenizer {config.tokenizer}: has no token for the end of a document": tokenizer is not None
         and tokenizer.end_of_document is None,
@@ -520,11 +518,6 @@ def check_documents(config: TrainConfig) -> None:
         "--compile: every batch has other documents": config.compile,
     }
     problems.messages += [f"--documents beside {what}; leave one of both out" for what, is_so in wrong.items() if is_so]
-    if shape.sequence > 1 and method != "ulysses":
-        problems.messages.append(
-            f"--documents with --sequence.method {method}: a block of keys of a ring has parts of several; nearest: "
-            "--sequence.method ulysses"
-        )
     problems.raise_any()
 
 

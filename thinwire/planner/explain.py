@@ -13,12 +13,13 @@ from torch import nn
 from thinwire.calibration import matrix_flops
 from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
-from thinwire.cost import Links
+from thinwire.cost import Links, Network
 from thinwire.data import load_tokenizer
 from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
 from thinwire.flags import flag
 from thinwire.hosts.ranks import along
+from thinwire.hosts.sequence.parallel import TYPICAL_TOKENS
 from thinwire.hosts.sums import looking_across
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
@@ -30,7 +31,7 @@ from thinwire.methods.pipeline.across import ranks_across
 from thinwire.methods.pipeline.cut import SPREAD
 from thinwire.methods.pipeline.inside import check_inside, check_spread, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
-from thinwire.methods.sequence import SequenceParallel, Shape, facts
+from thinwire.methods.sequence import SequenceParallel, Shape, choose_layout, facts
 from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
 from thinwire.methods.sums import planned_with
 from thinwire.methods.tables import by_tokens
@@ -202,7 +203,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     notes += resident.rows if resident else ()
     return Explained(
         laid.total, Topology(config.nodes, config.local_size), config.passes, plans, *rates,
-        [*notes, *notes_on_ranks(laid, rates[0])], vocabulary_of(config, laid.model),
+        [*notes, *notes_on_ranks(laid, *rates)], vocabulary_of(config, laid.model),
         {name: method.exchanges_every for name, method in methods.items() if method.exchanges_every > 1},
         [name for name, method in methods.items() if method.keeps_whole_weights],
         laid.stages, heaviest, laid.grid, laid.search, resident, config.optimizer, kept,
@@ -572,8 +573,13 @@ def by_optimizer(plan: MethodPlan, strategy: Method, model: nn.Module, optimizer
     return planned_with(plan, inner, strategy.cuts(model, grid, across), across, grid)
 
 
-def sequence_notes(config: ExplainConfig, llama: LlamaConfig, shape: MeshShape) -> list[tuple[str, str, str]]:
-    """Rows about the ranks that share a sequence, whose messages the plans do not count. Raises ConfigError."""
+def sequence_notes(
+    config: ExplainConfig, llama: LlamaConfig, shape: MeshShape, rate: float | None, local_rate: float | None
+) -> list[Row]:
+    """Rows about the ranks that share a sequence, whose messages the plans do not count. Raises ConfigError.
+
+    rate, local_rate: in bits per second.
+    """
     asked = config.tables.get(SEQUENCE, {})
     size = shape.sequence
     options = SequenceParallel(**{**asked, "parallel": size})
@@ -583,8 +589,18 @@ def sequence_notes(config: ExplainConfig, llama: LlamaConfig, shape: MeshShape) 
     tokens = config.passes * config.micro_batch * config.seq_len
     itemsize = 2 if config.dtype == "bf16" else 4
     attention = Shape(heads, kv_heads, llama.hidden_size // heads, tokens, llama.num_hidden_layers, itemsize)
-    # Links of the usual rates, as a run assumes too, whatever --rate says.
-    return facts(options, attention, math.gcd(config.local_size, size))
+    local_size = math.gcd(config.local_size, size)
+    inter, intra = (usual if each is None else each / 8 for each, usual in ((rate, RATE), (local_rate, LOCAL_RATE)))
+    links = Network.even(size, inter, DELAY_S, local_size=local_size, local_rate=intra)
+    rows = facts(options, attention, local_size, links)
+    layout = rows[0][1]
+    # A run measures nothing, and chooses by links that it assumes.
+    if (of_run := str(choose_layout(options, replace(attention, tokens=TYPICAL_TOKENS), local_size)[0])) != layout:
+        why = f"it assumes {8e-9 * RATE:g} Gbit/s between nodes and {8e-9 * LOCAL_RATE:g} inside one"
+        rows.append(
+            ("sequence method auto in a run", of_run, f"{why}; for these rates state --sequence.method {layout}")
+        )
+    return rows
 
 
 def tensor_note(config: LlamaConfig, seq_len: int, shape: MeshShape) -> tuple[str, str, str]:
@@ -612,11 +628,11 @@ def notes_on_tables(methods: Mapping[str, Method], plans: Mapping[str, MethodPla
             yield f"{name}: {asked}", effect, why
 
 
-def notes_on_ranks(laid: LaidOut, rate: float | None) -> Iterator[Row]:
+def notes_on_ranks(laid: LaidOut, rate: float | None, local_rate: float | None) -> Iterator[Row]:
     """Rows about what ranks share besides the plans. Raises ConfigError for what they can't."""
     config, shape, model = laid.config, laid.shape, laid.model
     if isinstance(model, Llama):
-        yield from sequence_notes(config, model.config, shape)
+        yield from sequence_notes(config, model.config, shape, rate, local_rate)
         yield from capacity_notes(model, config, shape)
         if shape.expert > 1:
             yield from expert_notes(model, config, shape)

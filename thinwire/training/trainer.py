@@ -274,7 +274,10 @@ class Trainer:
         tokens = self.batch.micro_batch * self.batch.accumulation * length
         shape = Shape(heads, kv_heads, width, tokens, layers, itemsize=2 if self.dtype == "bf16" else 4)
         most = most_sent(sequence.layout, shape, sequence.options)
-        return "ranks of a sequence send each other, a step", f"{most / 1e6:.3f} MB a rank", f"in {layers} layers"
+        sent, why = f"{most / 1e6:.3f} MB a rank", f"in {layers} layers"
+        if self.config.documents and sequence.layout.ring > 1:
+            sent, why = f"at most {sent}", f"{why}; blocks without a document in common do not travel"
+        return "ranks of a sequence send each other, a step", sent, why
 
     @property
     def _circumstances(self) -> dict[str, Any]:

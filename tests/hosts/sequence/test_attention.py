@@ -15,6 +15,7 @@ from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.sequence import blocks
 from thinwire.hosts.sequence.attention import HeadExchange, sequence_attention, ulysses_attention
+from thinwire.hosts.sequence.ring import ring_attention
 from thinwire.hosts.sequence.wire import SequenceWire
 from thinwire.methods.sequence import SequenceLayout, Shape, sent, tokens_of
 
@@ -28,6 +29,10 @@ CASES = [
     ]
 ]  # fmt: skip
 LENGTH = 48
+# Where documents of the two sequences end: inside a chunk, at a border of chunks, and across several. With 4 groups in
+# a ring, chunks have 6 tokens: no rank of the second sequence has later tokens of another's documents but one.
+BOUNDS = ([0, 3, 4, 12, 31, 48], [0, 6, 12, 18, 24, 30, 36, 40, 48])
+PACKED = [case for case in CASES if case[0].ring > 1] + [CASES[2]]
 
 
 def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -37,29 +42,42 @@ def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> tup
     return tuple(torch.randn(BATCH, n, LENGTH, WIDTH, generator=draw, dtype=torch.float64).to(dtype) for n in sizes)
 
 
-def alone(heads: int, kv_heads: int, is_causal: bool) -> list[Tensor]:
+def alone(heads: int, kv_heads: int, is_causal: bool, is_packed: bool = False) -> list[Tensor]:
     """Output and gradients of one process, by plain products."""
     q, k, v, grad = (x.requires_grad_() for x in inputs(heads, kv_heads))
     group = heads // kv_heads
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) / WIDTH**0.5
     if is_causal:
         scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
+    if is_packed:
+        scores = scores.masked_fill(~same_document()[:, None], -torch.inf)
     out = scores.softmax(-1) @ v.repeat_interleave(group, 1)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach())]
+
+
+def same_document() -> Tensor:
+    """Whether two tokens of a sequence are of one document: bool [batch, tokens, tokens]."""
+    places = torch.arange(LENGTH)
+    numbers = torch.stack([torch.bucketize(places, torch.tensor(row[1:]), right=True) for row in BOUNDS])
+    return numbers[:, :, None] == numbers[:, None]
 
 
 def share(rank: int, world_size: int) -> dict[str, Any]:
     # Checked: both sides of a message must agree on its operation, level and size.
     comm = Communicator(local_size=2, checked=True)
-    found: dict[str, Any] = {"cases": []}
-    for number, (layout, heads, kv_heads, is_causal) in enumerate(CASES):
-        own = tokens_of(layout, rank, LENGTH)
-        q, k, v, grad = (x[:, :, own].requires_grad_() for x in inputs(heads, kv_heads))
-        before = comm.meter.snapshot().sent_bytes
-        out = sequence_attention(q, k, v, SequenceWire(comm), layout, is_causal=is_causal)
-        grads = torch.autograd.grad(out, (q, k, v), grad.detach())
-        spent = comm.meter.snapshot().sent_bytes - before
-        found["cases"].append((number, own, [out.detach(), *grads], spent))
+    found: dict[str, Any] = {"cases": [], "packed": []}
+    for kind, cases, bounds in (("cases", CASES, ()), ("packed", PACKED, BOUNDS)):
+        for number, (layout, heads, kv_heads, is_causal) in enumerate(cases):
+            own = tokens_of(layout, rank, LENGTH)
+            q, k, v, grad = (x[:, :, own].requires_grad_() for x in inputs(heads, kv_heads))
+            before = comm.meter.snapshot().sent_bytes
+            out = sequence_attention(q, k, v, SequenceWire(comm), layout, is_causal=is_causal, bounds=bounds)
+            grads = torch.autograd.grad(out, (q, k, v), grad.detach())
+            spent = comm.meter.snapshot().sent_bytes - before
+            found[kind].append((number, own, [out.detach(), *grads], spent))
+    for wrong in (BOUNDS[:1], (BOUNDS[0], [0, 9, 7, 48]), (BOUNDS[0], [0, 47])):
+        with pytest.raises(ConfigError, match="bounds of documents"):
+            ring_attention(q, k, v, comm, bounds=wrong)
     found["lossy"] = lossy(comm, rank)
     found["bytes"] = dossier_bytes(comm, rank)
     comm.close()
@@ -119,6 +137,27 @@ def test_outputs_and_gradients_are_those_of_one_process(shared: list[dict[str, A
                 error = float((result - expected[:, :, own]).abs().max())
                 assert error < 1e-12, (str(layout), heads, name, error)
             assert spent == sum(n for (source, _), n in told.items() if source == rank), (str(layout), heads)
+
+
+def test_documents_attend_only_to_themselves(shared: list[dict[str, Any]]) -> None:
+    for number, (layout, heads, kv_heads, is_causal) in enumerate(PACKED):
+        truth = alone(heads, kv_heads, is_causal, is_packed=True)
+        told = sent(layout, Shape(heads, kv_heads, WIDTH, BATCH * LENGTH, itemsize=8))
+        for rank, found in enumerate(shared):
+            _, own, results, spent = found["packed"][number]
+            for name, result, expected in zip(("out", "dq", "dk", "dv"), results, truth, strict=True):
+                error = float((result - expected[:, :, own]).abs().max())
+                assert error < 1e-12, (str(layout), heads, name, error)
+            most = sum(n for (source, _), n in told.items() if source == rank)
+            assert spent <= most if layout.ring > 1 else spent == most, (str(layout), heads)
+    # Keys and values go only where a query of their document follows, and only their gradients return.
+    owner = torch.cat([torch.full((LENGTH // RANKS,), rank) for rank in range(RANKS)])
+    places = torch.cat([tokens_of(SequenceLayout(1, RANKS), rank, LENGTH) for rank in range(RANKS)])
+    meeting = same_document().any(0).tril()[places][:, places].nonzero()
+    pairs = {(int(owner[a]), int(owner[b])) for a, b in meeting if owner[a] != owner[b]}
+    packet = 2 * 2 * BATCH * LENGTH // RANKS * WIDTH * 8
+    assert 0 < len(pairs) < RANKS * (RANKS - 1)
+    assert sum(found["packed"][0][3] for found in shared) == 3 * packet * len(pairs)
 
 
 def test_heads_arrive_whole_and_go_back_bit_for_bit(shared: list[dict[str, Any]]) -> None:

@@ -145,10 +145,10 @@ def late_waits() -> int:
 ENDS = ([5, 6, 21, LENGTH], [17, LENGTH])
 
 
-def packed(rank: int) -> tuple[Tensor, list[Tensor]]:
+def packed(rank: int, method: str) -> tuple[Tensor, list[Tensor]]:
     """The logits of packed documents, and the mean gradients of all ranks."""
     model = Llama(CONFIG).double()
-    seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(4, "ulysses"), local_size=2, timeout_s=120)
+    seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(4, method), local_size=2, timeout_s=120)
     tokens, targets = batch_of(0, 0)
     documents = torch.stack([torch.bucketize(torch.arange(LENGTH), torch.tensor(ends), right=True) for ends in ENDS])
     part, aims = seq.split(tokens, targets, documents)
@@ -160,9 +160,6 @@ def packed(rank: int) -> tuple[Tensor, list[Tensor]]:
     whole = seq.whole(logits)
     with pytest.raises(ConfigError, match=r"documents \[2, 29\]: both"):
         seq.split(tokens, targets, documents[:, 1:])
-    seq.layout = seq.layout.parse("ring", 4)
-    with pytest.raises(ConfigError, match="nearest: method 'ulysses'"):
-        seq.split(tokens, targets, documents)
     seq.close()
     return whole, grads
 
@@ -181,9 +178,11 @@ def one_by_one() -> tuple[Tensor, list[Tensor]]:
 
 def several(rank: int, world_size: int) -> list[Any]:
     assert late_waits() == 4
-    (logits, grads), (alone_logits, alone_grads) = packed(rank), one_by_one()
-    torch.testing.assert_close(logits, alone_logits, rtol=0, atol=1e-6)
-    torch.testing.assert_close(grads, alone_grads, rtol=0, atol=1e-6)
+    alone_logits, alone_grads = one_by_one()
+    for method in ("ulysses", "ring", "ulysses=2,ring=2"):
+        logits, grads = packed(rank, method)
+        torch.testing.assert_close(logits, alone_logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(grads, alone_grads, rtol=0, atol=1e-6)
     return [
         memory("ulysses"), memory("ring"),
         train(rank, 4, "ulysses"), train(rank, 2, "ring"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.collectives import Communicator
-from thinwire.errors import ConfigError
-from thinwire.hosts.sequence import blocks
-from thinwire.hosts.sequence.wire import SequenceWire, pack, unpack
-from thinwire.methods.sequence import SequenceLayout, head_shares, kv_share, visible
-from thinwire.models.documents import Attend
+from thinwire.hosts.sequence.ring import ring_attention
+from thinwire.hosts.sequence.wire import SequenceWire
+from thinwire.methods.sequence import SequenceLayout, head_shares, kv_share
+from thinwire.models.documents import Attend, apart
 
 
 def ulysses_attention(
@@ -54,37 +53,6 @@ def ulysses_attention(
     return _ToTokens.apply(exchange, out)
 
 
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, wire: SequenceWire | Communicator, *, is_causal: bool = True,
-    scale: float | None = None, members: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention over the whole sequence: keys and values pass from rank to rank while the previous block is computed.
-
-    Outputs of blocks are merged by the logarithms of their softmax's sums. In the backward, keys and values pass once
-    more, and each block's gradients go straight to its owner. With a codec, each block is rounded once, by its owner.
-
-    Args:
-        q, k, v: this rank's tokens.
-        wire, members: see ulysses_attention.
-        is_causal: tokens attend only to themselves and to earlier tokens. The ranks' tokens must then be those of
-            `SequenceLayout(1, ranks)`, see `tokens_of`: of 2 P chunks, rank r has chunks r and 2 P - 1 - r, so that all
-            ranks compute equally much.
-        scale: factor of q k^T; by default 1 / sqrt(d).
-
-    Shape:
-        q: [batch, heads, tokens, d]. k, v: [batch, kv_heads, tokens, d].
-        result: this rank's tokens of the output, in the shape of q.
-
-    A collective. Raises ConfigError for an odd number of tokens with a causal mask.
-    Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
-    """
-    wire = SequenceWire(wire) if isinstance(wire, Communicator) else wire
-    members = list(members or range(wire.comm.world_size))
-    if is_causal and len(members) > 1 and q.shape[2] % 2:
-        raise ConfigError(f"{q.shape[2]} tokens on a rank of a causal ring: must be even; pad to {q.shape[2] + 1}")
-    return _Ring.apply(q, k, v, wire, members, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
-
-
 def send_heads(x: Tensor, heads: int, kv_heads: int, wire: SequenceWire, layout: SequenceLayout) -> Tensor | Sent:
     """Start to send q, k or v, [batch, its heads, tokens, d], to the ranks of its heads, for `sequence_attention`.
 
@@ -98,19 +66,23 @@ def send_heads(x: Tensor, heads: int, kv_heads: int, wire: SequenceWire, layout:
 def sequence_attention(
     q: Tensor | Sent, k: Tensor | Sent, v: Tensor | Sent, wire: SequenceWire, layout: SequenceLayout, *,
     is_causal: bool = True, scale: float | None = None, attend: Attend | None = None,
+    bounds: Sequence[Sequence[int]] = (),
 ) -> Tensor:  # fmt: skip
     """Attention of a layout: heads are exchanged inside each group, keys and values travel between the groups.
 
-    q, k, v: see ulysses_attention. attend: attention of whole sequences, for layouts without a ring.
+    q, k, v: see ulysses_attention. attend: attention of whole sequences, for layouts without a ring. bounds: of the
+    documents of whole sequences, see ring_attention.
     """
     rank = wire.comm.rank
     if layout.ring > 1:
         ring = layout.ring_group(rank)
-        attend = partial(ring_attention, wire=wire, is_causal=is_causal, scale=scale, members=ring)
-    if layout.ulysses == 1 and attend is not None:
+        attend = partial(ring_attention, wire=wire, is_causal=is_causal, scale=scale, members=ring, bounds=bounds)
+    else:
+        attend = attend or partial(whole_attention, is_causal=is_causal, scale=scale)
+        attend = apart(attend, bounds) if bounds else attend
+    if layout.ulysses == 1:
         assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor), "no heads are exchanged"
         return attend(q, k, v)
-    attend = attend or partial(whole_attention, is_causal=is_causal, scale=scale)
     return ulysses_attention(q, k, v, wire, attend=attend, members=layout.heads_group(rank))
 
 
@@ -244,68 +216,6 @@ class _ToTokens(torch.autograd.Function):
         exchange = ctx.exchange
         sent = exchange.to_heads(grads[0], exchange.queries, is_backward=True)
         return None, exchange.heads_here(sent, exchange.queries, ctx.batch)
-
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, wire: SequenceWire, members: list[int], is_causal: bool, scale: float
-    ) -> Tensor:
-        rank, tokens = members.index(wire.comm.rank), q.shape[2]
-        own = torch.stack((k, v)).detach()
-        out, sums = blocks.forward(q, k, v, is_causal, scale)
-        out = out.to(sums.dtype)
-        for source, (keys, values) in _passing(own, wire, members):
-            for queries, read, masked in visible(rank, source, tokens, is_causal):
-                found = blocks.forward(q[:, :, queries], keys[:, :, read], values[:, :, read], masked, scale)
-                merged = blocks.merge(out[:, :, queries], sums[:, :, queries], *found)
-                out[:, :, queries], sums[:, :, queries] = merged
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, own, out, sums)
-        ctx.how = wire, members, is_causal, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, own, out, sums = ctx.saved_tensors
-        wire, members, is_causal, scale = ctx.how
-        rank, tokens, size = members.index(wire.comm.rank), q.shape[2], len(members)
-        grad = grads[0].contiguous()
-        wide = sums.dtype
-        dq, *dkv = (x.to(wide) for x in blocks.backward(grad, q, own[0], own[1], out, sums, is_causal, scale))
-        total = torch.stack(dkv)
-        home = []
-        for source, (keys, values) in _passing(own, wire, members):
-            part = torch.zeros_like(own)
-            for queries, read, masked in visible(rank, source, tokens, is_causal):
-                more, *of_block = blocks.backward(
-                    grad[:, :, queries], q[:, :, queries], keys[:, :, read], values[:, :, read], out[:, :, queries],
-                    sums[:, :, queries], masked, scale,
-                )  # fmt: skip
-                dq[:, :, queries] += more
-                part[:, :, :, read] = torch.stack(of_block).to(part.dtype)
-            packet = pack(part, wire.gradients, wire.draw())
-            home.append(wire.shift(members, packet, (source - rank) % size, "sequence_gradients"))
-        for future in home:
-            total += unpack(wire.comm.wait(future), own, wire.gradients)
-        dk, dv = total.to(q.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None, None
-
-
-def _passing(own: Tensor, wire: SequenceWire, members: list[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, its keys and values [2, batch, kv_heads, tokens, d]) for all others in turn.
-
-    The next message travels meanwhile.
-    """
-    rank, size = members.index(wire.comm.rank), len(members)
-    if size == 1:
-        return
-    following = wire.shift(members, pack(own, wire.codec, wire.seed), 1, "sequence")
-    for step in range(1, size):
-        packet = wire.comm.wait(following)
-        if step < size - 1:
-            following = wire.shift(members, packet, 1, "sequence")
-        yield (rank - step) % size, unpack(packet, own, wire.codec)
 
 
 def _len(share: slice) -> int:

@@ -17,13 +17,13 @@ from thinwire.collectives.gather import all_gather_exact
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.hosts.ranks import along, neighbours
-from thinwire.hosts.sequence.attention import Sent, send_heads, sequence_attention, whole_attention
+from thinwire.hosts.sequence.attention import Sent, send_heads, sequence_attention
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import heads_of, replace
 from thinwire.hosts.sequence.wire import SequenceWire
 from thinwire.methods.options import AS_IT_IS
 from thinwire.methods.sequence import SequenceLayout, SequenceParallel, Shape, choose_layout, tokens_of
-from thinwire.models.documents import Attend, apart, bounds_of
+from thinwire.models.documents import Attend, bounds_of
 from thinwire.table import Row
 
 IGNORED = -100
@@ -63,7 +63,7 @@ class SequenceRanks:
                 to their own document. None: each sequence is one document.
             results: [batch, padded length / ranks].
 
-        Raises ConfigError for shapes that differ, and for documents in a ring.
+        Raises ConfigError for shapes that differ.
         """
         targets = torch.full_like(tokens, IGNORED) if targets is None else targets
         if tokens.shape != targets.shape or tokens.ndim != 2:
@@ -79,10 +79,6 @@ class SequenceRanks:
         if documents.shape != tokens.shape:
             raise ConfigError(
                 f"tokens {list(tokens.shape)} and documents {list(documents.shape)}: both [batch, length]"
-            )
-        if self.layout.ring > 1:
-            raise ConfigError(
-                f"documents with method {self.layout}: a block of keys has parts of several; nearest: method 'ulysses'"
             )
         length = tokens.shape[1]
         return bounds_of(documents, length + -length % self.layout.unit)
@@ -107,9 +103,9 @@ class SequenceRanks:
 
         Each document of the last `split` attends only to itself.
         """
-        if self._bounds:
-            attend = apart(attend or partial(whole_attention, is_causal=is_causal, scale=scale), self._bounds)
-        return sequence_attention(q, k, v, self.wire, self.layout, is_causal=is_causal, scale=scale, attend=attend)
+        return sequence_attention(
+            q, k, v, self.wire, self.layout, is_causal=is_causal, scale=scale, attend=attend, bounds=self._bounds
+        )
 
     def mean_loss(self, total: Tensor, num_valid: Tensor | int) -> Tensor:
         """The loss on which to call backward if gradients are averaged over all ranks that train the model.

@@ -55,9 +55,15 @@ class SequenceWire:
 
         return self._submit(job)
 
-    def shift(self, members: Sequence[int], packet: Tensor, by: int, operation: str) -> Future[Tensor]:
+    def shift(
+        self, members: Sequence[int], packet: Tensor, by: int, operation: str, sends: bool = True, receives: bool = True
+    ) -> Future[Tensor]:
         """Send a packet to the member `by` places further on; see `shift`."""
-        return self._submit(lambda link: shift(link.subgroup(members), packet, by, operation=operation))
+
+        def job(link: Link) -> Rounds[Tensor]:
+            return shift(link.subgroup(members), packet, by, operation=operation, sends=sends, receives=receives)
+
+        return self._submit(job)
 
     def _submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
         return self.comm.submit(job, urgent=True)

@@ -38,7 +38,8 @@ class PowerSGD(Plannable):
         P  = orthonormal basis of the columns of sum_ranks M Q        n x r
         Q  = (1/P) sum_ranks M^T P                                    m x r
         E  = M - P (M^T P)^T       and P Q^T replaces G
-    The first Q is drawn from the seed. Vectors travel in fp32.
+    The first Q is drawn from the seed. Vectors travel in fp32. A tensor of three dimensions, such as the experts of a
+    layer, is a stack of matrices with factors of their own where that takes fewer bytes than one matrix.
 
     Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, and a codec that is no
     contraction.
@@ -52,7 +53,8 @@ class PowerSGD(Plannable):
     start_step: int = 10
     """First step that is compressed, from 0; steps before it travel in fp32."""
     min_compression: float = 2.0
-    """Compress a matrix only where (n + m) r is this many times smaller than n m, else send it in fp32; at least 1."""
+    """Compress a matrix only where (n + m) r is this many times smaller than n m, else send it in fp32; at least 1. A
+    stack of matrices is compressed as a whole, or not."""
     codec: str = "fp32"
     """Codec of P and Q, such as bf16 or int8/128:bf16:nearest. Error feedback covers what it loses too."""
     find_unused_parameters: bool = False
@@ -87,10 +89,7 @@ class PowerSGD(Plannable):
 
     def saves(self, shape: torch.Size, rank: int) -> bool:
         """Whether factors of this rank are `min_compression` times smaller than the matrix, and so below both sides."""
-        if len(shape) < 2:
-            return False
-        n, m = shape[0], math.prod(shape[1:])
-        return (n + m) * rank * self.min_compression < n * m
+        return len(shape) > 1 and rank * sum(factors(shape)) * self.min_compression < shape.numel()
 
     @property
     def uniform(self) -> float:
@@ -105,16 +104,31 @@ class PowerSGD(Plannable):
 
     def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
         """|x - best approximation of that rank|: the root of the sum of the squared remaining singular values."""
-        matrix = x.reshape(x.shape[0], -1).double()
-        gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+        matrix = x.reshape(as_matrices(x.shape)).double()
+        gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
         ascending = torch.linalg.eigvalsh(gram).clamp_(min=0)
-        lost = ascending.cumsum(0).sqrt().tolist()
+        lost = ascending.view(-1, ascending.shape[-1]).sum(0).cumsum(0).sqrt().tolist()
         return [lost[-1 - int(rank)] for rank in settings]
 
     def size(self, shape: torch.Size, setting: float) -> int:
         """Bytes of both factors, without the padding of the message."""
-        num_elements = int(setting) * (shape[0] + math.prod(shape[1:]))
+        num_elements = int(setting) * sum(factors(shape))
         return round(num_elements * self.codecs[0].bits_per_element / 8)
+
+
+def as_matrices(shape: torch.Size) -> torch.Size:
+    """The shape [n, m] of a tensor as a matrix, whose further dimensions are columns; or [stack, n, m].
+
+    Three dimensions stay a stack where its factors, of one rank, have fewer elements than those of one matrix.
+    """
+    one = torch.Size([shape[0], math.prod(shape[1:])])
+    return shape if len(shape) == 3 and shape[0] * (shape[1] + shape[2]) < sum(one) else one
+
+
+def factors(shape: torch.Size) -> tuple[int, int]:
+    """Elements of P and of Q of rank 1."""
+    *stack, n, m = as_matrices(shape)
+    return math.prod(stack) * n, math.prod(stack) * m
 
 
 class LowRankMean(Tunable):
@@ -123,6 +137,8 @@ class LowRankMean(Tunable):
     State:
         error: E as [n, m], of this rank.
         q: Q as [m, r], the same on all ranks.
+
+    Of a stack of matrices, both have one more dimension before these.
     """
 
     def __init__(self, method: PowerSGD, place: Place, seed: int) -> None:
@@ -134,11 +150,14 @@ class LowRankMean(Tunable):
         self.q = self.state.add("q", Merge.SAME, self._q_shape, row="factors")
 
     def _error_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
-        return torch.Size([shape[0], math.prod(shape[1:])]) if self._rank_of(name, shape) else None
+        return as_matrices(shape) if self._rank_of(name, shape) else None
 
     def _q_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
         rank = self._rank_of(name, shape)
-        return torch.Size([math.prod(shape[1:]), rank]) if rank else None
+        if not rank:
+            return None
+        *stack, _, columns = as_matrices(shape)
+        return torch.Size([*stack, columns, rank])
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
         is_plain = step.number < self.method.start_step
@@ -152,14 +171,14 @@ class LowRankMean(Tunable):
                 for name, matrix in matrices.items():
                     self.watch(name, matrix)
             # Encode column by column, since a group of integers shares a scale.
-            p_own = [(matrix @ self._q(name, matrix.shape[1], ranks[name])).T for name, matrix in matrices.items()]
+            p_own = [(matrix @ self._q(name, matrix.shape, ranks[name])).mT for name, matrix in matrices.items()]
         sums, p_sums = yield from together(
             sum_over_ranks(link.part(0), whole), sum_over_ranks(link.part(1), p_own, self.codec)
         )
         with link.timed("encode_s", "gradients"):
             # Householder reflections give r columns even if a column is zero or dependent on others.
-            bases = [torch.linalg.qr(p_sum.T).Q for p_sum in p_sums]
-            q_own = [basis.T @ matrix for matrix, basis in zip(matrices.values(), bases, strict=True)]
+            bases = [torch.linalg.qr(p_sum.mT).Q for p_sum in p_sums]
+            q_own = [basis.mT @ matrix for matrix, basis in zip(matrices.values(), bases, strict=True)]
         lost = self._lost(link.topology, q_own)
         q_sums = yield from sum_over_ranks(link.part(2), q_own, self.codec, lost)
         with link.timed("decode_s", "gradients"):
@@ -168,27 +187,28 @@ class LowRankMean(Tunable):
             sent = q_own if lost is None else self._less(q_own, lost, link)
             for name, basis, q_sent, q_sum in zip(thin, bases, sent, q_sums, strict=True):
                 self.error[name] = matrices[name].sub_(basis @ q_sent)
-                self.q[name] = q_sum.div_(link.topology.world_size).T.contiguous()
+                self.q[name] = q_sum.div_(link.topology.world_size).mT.contiguous()
                 thin[name].copy_((basis @ q_sum).view(thin[name].shape))
 
     def _matrix(self, name: str, grad: Tensor) -> Tensor:
         """M = G + E, in its own memory, so that matrix products do not depend on the gradient's place in a bucket."""
-        return self.error[name] + grad.reshape(grad.shape[0], -1)
+        return self.error[name] + grad.reshape(as_matrices(grad.shape))
 
     def _rank_of(self, name: str, shape: torch.Size) -> int:
         return int(self.settings.get(name, self.method.rank_of(shape)))
 
-    def _q(self, name: str, num_columns: int, rank: int) -> Tensor:
+    def _q(self, name: str, shape: torch.Size, rank: int) -> Tensor:
         """Q of the last step, random in the first. A smaller rank drops the last columns, a larger one adds columns."""
         held = self.q.get(name)
         if held is not None:
             # Scaling does not change the basis, and columns of one size are rounded alike.
-            held = held / held.norm(dim=0).clamp_min(TINY)
-            if held.shape[1] >= rank:
-                return held[:, :rank]
+            held = held / held.norm(dim=-2, keepdim=True).clamp_min(TINY)
+            if held.shape[-1] >= rank:
+                return held[..., :rank]
         generator = torch.Generator().manual_seed(seed_of(self.seed, 0, name) >> 1)
-        fresh = torch.randn(num_columns, rank, generator=generator)
-        return fresh if held is None else torch.cat([held, fresh[:, held.shape[1] :]], dim=1)
+        *stack, _, num_columns = shape
+        fresh = torch.randn(*stack, num_columns, rank, generator=generator)
+        return fresh if held is None else torch.cat([held, fresh[..., held.shape[-1] :]], dim=-1)
 
     def _lost(self, grid: Topology, q_own: list[Tensor]) -> Lost | None:
         return None if self.codec.traits.lossless else Lost.zeros(grid, self._slices(q_own, grid.world_size).width)
@@ -207,8 +227,8 @@ class LowRankMean(Tunable):
         thin = [(ranks[name], shape) for name, shape in shapes.items() if ranks[name]]
         messages = (
             ([shape.numel() for name, shape in shapes.items() if not ranks[name]], FP32),
-            ([rank * shape[0] for rank, shape in thin], self.codec),
-            ([rank * math.prod(shape[1:]) for rank, shape in thin], self.codec),
+            ([rank * factors(shape)[0] for rank, shape in thin], self.codec),
+            ([rank * factors(shape)[1] for rank, shape in thin], self.codec),
         )
         return added(*(sum_bytes(numels, grid, codec) for numels, codec in messages))
 
@@ -216,10 +236,12 @@ class LowRankMean(Tunable):
         method, shapes = self.method, self.place.shapes
         num_thin = sum(method.rank_of(shape) > 0 for shape in shapes.values())
         held = sum(self.state.kept_bytes().values())
-        effect = f"{num_thin} of {len(shapes)} as factors of rank {method.rank} in {method.codec}, the others in fp32"
+        num_stacks = sum(method.rank_of(shape) > 0 and len(as_matrices(shape)) == 3 for shape in shapes.values())
+        stacks = f" ({num_stacks} of them stacks of matrices)" if num_stacks else ""
+        effect = f"{num_thin} of {len(shapes)} as factors of rank {method.rank} in {method.codec}{stacks}, "
         return [
             *self._warnings(num_thin),
-            ("gradients", effect, f"factors must be {method.min_compression:g} times smaller"),
+            ("gradients", f"{effect}the others in fp32", f"factors must be {method.min_compression:g} times smaller"),
             ("steps in fp32", f"the first {method.start_step}", "start_step"),
             ("state of the method", f"{held / 1e6:.3f} MB a rank", "error and Q, in fp32"),
             (WEIGHTS, "change, outside of whole rows and columns", "a product of factors is zero only there"),

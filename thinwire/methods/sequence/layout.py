@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -106,18 +105,3 @@ def tokens_of(layout: SequenceLayout, rank: int, length: int) -> Tensor:
         chunks = positions.chunk(2 * layout.ring)
         positions = torch.cat([chunks[group], chunks[2 * layout.ring - 1 - group]])
     return positions.chunk(layout.ulysses)[place]
-
-
-def visible(rank: int, source: int, num_tokens: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """The keys of group `source` that ring group `rank` attends to: (queries, keys, whether the mask is causal).
-
-    num_tokens: of each group. Under a causal mask, two chunks of different groups attend fully or not at all, see
-    `tokens_of`.
-    """
-    every, half = slice(0, num_tokens), num_tokens // 2
-    if not is_causal or rank == source:
-        yield every, every, is_causal
-    elif source < rank:
-        yield every, slice(0, half), False
-    else:
-        yield slice(half, num_tokens), every, False

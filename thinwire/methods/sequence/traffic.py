@@ -132,7 +132,8 @@ def choose_layout(
     traffic = {each: sent(each, shape, *codecs) for each in candidates(shape, ranks, local_size)[::-1]}
     seconds = {each: link_seconds(each, bytes_of_pairs, network) for each, bytes_of_pairs in traffic.items()}
     best = min(seconds, key=lambda each: seconds[each])
-    shown = ", ".join(f"{each} {1e3 * s:.3g} ms, {busiest(traffic[each]) / 1e6:.3g} MB" for each, s in seconds.items())
+    spans = {each: f"{s:.3g} s" if s >= 1 else f"{1e3 * s:.3g} ms" for each, s in seconds.items()}
+    shown = ", ".join(f"{each} {span}, {busiest(traffic[each]) / 1e6:.3g} MB" for each, span in spans.items())
     return best, f"of a layer, seconds on its links and what a rank sends: {shown}"
 
 

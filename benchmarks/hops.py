@@ -1,0 +1,101 @@
+"""A layer of experts by thinwire's codecs beside transformers' own `AllToAllEP`, on the ranks of a slow network.
+
+    thinwire lab --nodes 4 --rate 100mbit -- python benchmarks/hops.py
+    torchrun --nproc-per-node 4 benchmarks/hops.py
+
+One layer, forward and backward, top-2 of 8 experts, each rank with tokens of its own. `AllToAllEP` runs with rows of
+fp32 and of bf16; thinwire with rows of fp32, and with `int8` for all four hops. They take turns; the medians count.
+Needs transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import MixtralConfig
+from transformers.distributed.expert_parallel import AllToAllEP
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from thinwire import ExpertParallel, expert_parallel
+from thinwire.hosts.experts import ExpertRanks
+from thinwire.models.moe import Experts, MoEConfig
+
+EXPERTS, TOP_K = 8, 2
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def theirs(hidden: int, inner: int, dtype: torch.dtype) -> Layer:
+    """The layer by transformers: this rank's experts, in rows of a dtype."""
+    ranks = dist.get_world_size()
+    config = MixtralConfig(hidden_size=hidden, intermediate_size=inner, num_local_experts=EXPERTS // ranks)
+    config._experts_implementation = "grouped_mm"
+    experts = MixtralExperts(config).to(dtype)
+    for param in experts.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("tp", "ep"))
+    layer = AllToAllEP(experts, mesh["ep"], mesh["tp"])
+    return lambda x, index, weights: layer(x.to(dtype), index, weights.to(dtype)).float()
+
+
+def ours(hidden: int, inner: int, codec: str, local_size: int) -> tuple[Layer, ExpertRanks]:
+    """The layer by thinwire, with a codec for all hops."""
+    model = torch.nn.Module()
+    model.experts = module = Experts(MoEConfig(hidden_size=hidden, intermediate_size=inner, num_local_experts=EXPERTS))
+    for param in module.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    options = ExpertParallel(dist.get_world_size(), dispatch=codec, combine=codec, gradients=codec)
+    return module, expert_parallel(model, options, local_size=local_size)
+
+
+def passed_s(layer: Layer, given: tuple[Tensor, Tensor, Tensor]) -> float:
+    """Seconds of a forward and backward, until all ranks are done."""
+    dist.barrier()
+    start = time.perf_counter()
+    layer(given[0].clone().requires_grad_(), *given[1:]).sum().backward()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a rank")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--inner", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sizes, local_size = (args.hidden, args.inner), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    own = {f"thinwire, {codec}": ours(*sizes, codec, local_size) for codec in ("fp32", "int8")}
+    layers: dict[str, Layer] = {
+        "AllToAllEP, fp32": theirs(*sizes, torch.float32),
+        "AllToAllEP, bf16": theirs(*sizes, torch.bfloat16),
+        **{name: layer for name, (layer, _) in own.items()},
+    }
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    index = torch.rand(args.tokens, EXPERTS, generator=draw).topk(TOP_K, -1).indices
+    given = torch.randn(args.tokens, args.hidden, generator=draw), index, torch.full((args.tokens, TOP_K), 1 / TOP_K)
+    taken: dict[str, list[float]] = {name: [] for name in layers}
+    for number in range(args.rounds + 1):
+        for name, layer in layers.items():
+            taken[name] += [passed_s(layer, given)] * bool(number)
+    found = {name: statistics.median(each) for name, each in taken.items()}
+    for _, ep in own.values():
+        ep.close()
+    if dist.get_rank() == 0:
+        for name, median_s in found.items():
+            over = "  ".join(f"{found[f'AllToAllEP, {rows}'] / median_s:5.2f} x" for rows in ("fp32", "bf16"))
+            print(f"{name:18} {1e3 * median_s:8.1f} ms  {over}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,8 @@ from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step, sides
 from thinwire.state.memory import MeanMerge, Place
 from thinwire.table import Row
 
+LARGEST_CHUNK = 4096
+
 
 @dataclass(frozen=True)
 class DeMo(DDPMethod):
@@ -62,12 +64,17 @@ class DeMo(DDPMethod):
         check_types(self)
         if not 0 <= self.beta < 1:
             raise ConfigError(f"beta {self.beta} of demo: must be at least 0 and below 1; the usual: 0.999")
-        if not 1 <= self.chunk <= 4096:
-            raise ConfigError(f"chunk {self.chunk} of demo: must be from 1 to 4096; the usual: 64")
+        if not 1 <= self.chunk <= LARGEST_CHUNK:
+            nearest = min(max(self.chunk, 1), LARGEST_CHUNK)
+            raise ConfigError(
+                f"chunk {self.chunk} of demo: must be from 1 to {LARGEST_CHUNK}; nearest: {nearest}, the usual: 64"
+            )
         least = 1 / self.chunk**2
         if not least <= self.density <= 1:
             # Rounded up, so that it is valid itself.
             nearest = "1" if self.density > 1 else f"{least * (1 + 1e-5):.6g}"
+            larger = math.ceil(self.density**-0.5) if 0 < self.density < 1 else math.inf
+            nearest += f", or chunk {larger}" if larger <= LARGEST_CHUNK else ""
             rule = f"must be from 1 / chunk^2, {least:.6g} for chunk {self.chunk}, to 1; nearest: {nearest}"
             raise ConfigError(f"density {self.density} of demo: {rule}")
         self.codec(self.chunk * self.chunk)

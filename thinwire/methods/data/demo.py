@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Codec, TopK
+from thinwire.codecs.cosines import from_coefficients, to_coefficients
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
@@ -112,17 +113,17 @@ class SignMean(Reduction):
             for momentum, packet in zip(fresh.values(), message.split(sizes), strict=True):
                 codec, blocks = codec_of_shape(self.method, momentum.shape), to_blocks(momentum, self.method.chunk)
                 block_shapes.append(blocks.shape)
-                codec.encode(blocks.reshape(-1), out=packet)
-                sent = codec.decode(packet, momentum.numel()).view(blocks.shape)
-                momentum.sub_(from_blocks(sent, momentum.shape))
+                flat = blocks.view(-1)
+                codec.encode(flat, out=packet)
+                codec.decode(packet, flat.numel(), out=flat)
+                from_blocks(blocks, momentum, subtract=True)
         gathered = yield from all_gather_packets(link, message, OPERATION)
         with link.timed("decode_s", OPERATION):
             packets = gathered.flatten(0, 1).split(sizes, dim=-1)
             for grad, parts, blocked in zip(grads.values(), packets, block_shapes, strict=True):
                 total, codec = torch.zeros(blocked), codec_of_shape(self.method, grad.shape)
-                for part in parts:
-                    codec.decode_add(part, total.view(-1))
-                update = from_blocks(total, grad.shape)
+                codec.decode_sum(parts.unbind(), total.view(-1), add=True)
+                update = from_blocks(total, torch.empty(grad.shape))
                 # torch's sign of NaN is 0, which would hide the damage.
                 grad.copy_(update.sign().add_(update, alpha=0.0))
         for name, momentum in fresh.items():
@@ -161,21 +162,10 @@ def block_sides(shape: torch.Size, chunk: int) -> tuple[int, int]:
 
 
 def to_blocks(x: Tensor, chunk: int) -> Tensor:
-    """The orthonormal DCT of each block: fp32 [block rows, block columns, rows, columns], stacks one below another."""
-    (rows, columns), width = block_sides(x.shape, chunk), sides(x.shape)[-1]
-    blocks = x.reshape(x.numel() // max(1, rows * width), rows, width // columns, columns).transpose(1, 2)
-    return dct(rows) @ blocks @ dct(columns).T
+    """The orthonormal DCT of each block: fp32 [blocks, columns, rows], those of stacks one after another."""
+    return to_coefficients(x.contiguous(), block_sides(x.shape, chunk), sides(x.shape)[-1])
 
 
-def from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor of this shape that has these coefficients."""
-    return (dct(blocks.shape[-2]).T @ blocks @ dct(blocks.shape[-1])).transpose(1, 2).reshape(shape)
-
-
-@functools.cache
-def dct(size: int) -> Tensor:
-    """The matrix of the orthonormal DCT-II: fp32 [size, size], a row for each frequency."""
-    frequency, place = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi * frequency * (2 * place + 1) / (2 * size)) * math.sqrt(2 / size)
-    matrix[0] /= math.sqrt(2)
-    return matrix.float()
+def from_blocks(blocks: Tensor, out: Tensor, *, subtract: bool = False) -> Tensor:
+    """out = the tensor that has these coefficients, or out -= it; contiguous."""
+    return from_coefficients(blocks, out, sides(out.shape)[-1], subtract=subtract)

@@ -148,7 +148,7 @@ def read_strategy(text: str, problems: Problems, base: TrainConfig) -> Contestan
 def checked_options(
     strategy: str, stated: Mapping[str, Any], note: str, problems: Problems, base: TrainConfig
 ) -> dict[str, Any]:
-    """The checked options: the strategy's, those of TUNED and LAYOUT, and those of LAYOUT_OPTIONS; INSIDE of islands."""
+    """The checked options: the strategy's, those of TUNED, LAYOUT and LAYOUT_OPTIONS, and of islands INSIDE."""
     inside = (INSIDE,) if has_islands(strategy) else ()
     table, shared, own = strategy_table(strategy), (*TUNED, *LAYOUT, *inside), dict(stated)
     below = {layout: taken_out(own, layout) for layout in LAYOUT_OPTIONS}

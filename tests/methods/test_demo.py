@@ -109,12 +109,12 @@ def test_ranks_follow_the_algorithm() -> None:
 def test_blocks_come_back() -> None:
     for shape in ((7, 513), (64, 128), (29,), (3, 16, 12), (4, 3, 5, 5), (0, 4), (2, 0)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        blocks = to_blocks(x, 64)
+        blocks = to_blocks(x, 64, torch.empty(x.numel()))
         torch.testing.assert_close(from_blocks(blocks, torch.empty(shape)), x, rtol=0, atol=3e-6)
         torch.testing.assert_close(from_blocks(blocks, x.clone(), subtract=True), 0 * x, rtol=0, atol=3e-6)
         torch.testing.assert_close(blocks.norm(), x.norm(), rtol=1e-5, atol=0)
         with without_kernels():
-            torch.testing.assert_close(to_blocks(x, 64), blocks, rtol=0, atol=3e-6)
+            torch.testing.assert_close(to_blocks(x, 64, torch.empty(x.numel())), blocks, rtol=0, atol=3e-6)
             torch.testing.assert_close(from_blocks(blocks, torch.empty(shape)), x, rtol=0, atol=3e-6)
             torch.testing.assert_close(from_blocks(blocks, x.clone(), subtract=True), 0 * x, rtol=0, atol=3e-6)
 
@@ -122,7 +122,7 @@ def test_blocks_come_back() -> None:
 def test_damage_fills_its_block() -> None:
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     x[3, 70] = torch.nan
-    back = from_blocks(to_blocks(x, 64), torch.empty(64, 128))
+    back = from_blocks(to_blocks(x, 64, torch.empty(x.numel())), torch.empty(64, 128))
     assert back[:, 64:].isnan().all() and back[:, :64].isfinite().all()
 
 

@@ -21,20 +21,21 @@ def cosines(size: int) -> Tensor:
     return matrix.float()
 
 
-def to_coefficients(x: Tensor, block: tuple[int, int], width: int) -> Tensor:
-    """The coefficients of each block of rows x columns: fp32 [blocks, columns, rows].
+def to_coefficients(x: Tensor, block: tuple[int, int], width: int, out: Tensor) -> Tensor:
+    """out = the coefficients of each block of rows x columns, as [blocks, columns, rows].
 
     Args:
         x: fp32, contiguous, rows of `width` elements, which the block's sides divide.
+        out: fp32, contiguous, as many elements; changed in place and returned in that shape.
     """
     rows, columns = block
+    out = out.view(x.numel() // max(1, rows * columns), columns, rows)
     if not x.numel():
-        return x.new_empty(0, columns, rows)
+        return out
     kernels = backends.numba_module("cosines", x.device)
     if kernels is None:
         blocks = x.reshape(-1, rows, width // columns, columns)
-        return (cosines(columns) @ blocks.permute(0, 2, 3, 1) @ cosines(rows).T).reshape(-1, columns, rows)
-    out = torch.empty(x.numel() // (rows * columns), columns, rows)
+        return out.copy_((cosines(columns) @ blocks.permute(0, 2, 3, 1) @ cosines(rows).T).view_as(out))
     kernels.forward(
         x.reshape(-1).numpy(), out.view(-1).numpy(), *map(np.uint64, (rows, columns, width)), _flat(rows),
         _flat(columns), np.arange(max(block), dtype=np.uint64), np.empty(3 * rows * columns, np.float32),

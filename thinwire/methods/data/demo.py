@@ -107,23 +107,25 @@ class SignMean(Reduction):
         grads = dict(zip(bucket.names, bucket.grads, strict=True))
         sizes = [self._packet_bytes(grad.shape) for grad in bucket.grads]
         message = torch.empty(sum(sizes), dtype=torch.uint8)
-        fresh = {name: torch.add(grad, self.momentum[name], alpha=self.method.beta) for name, grad in grads.items()}
-        block_shapes: list[torch.Size] = []
+        held = {name: self.momentum[name] for name in grads}
+        fresh = {name: torch.add(grad, held[name], alpha=self.method.beta).contiguous() for name, grad in grads.items()}
+        # One parameter after another uses them, so that they stay in cache.
+        work = link.scratch("blocks", 2, max(grad.numel() for grad in bucket.grads), dtype=torch.float32)
         with link.timed("encode_s", OPERATION):
             for momentum, packet in zip(fresh.values(), message.split(sizes), strict=True):
-                codec, blocks = codec_of_shape(self.method, momentum.shape), to_blocks(momentum, self.method.chunk)
-                block_shapes.append(blocks.shape)
-                flat = blocks.view(-1)
+                codec, flat = codec_of_shape(self.method, momentum.shape), work[0, : momentum.numel()]
+                blocks = to_blocks(momentum, self.method.chunk, flat)
                 codec.encode(flat, out=packet)
                 codec.decode(packet, flat.numel(), out=flat)
                 from_blocks(blocks, momentum, subtract=True)
         gathered = yield from all_gather_packets(link, message, OPERATION)
         with link.timed("decode_s", OPERATION):
             packets = gathered.flatten(0, 1).split(sizes, dim=-1)
-            for grad, parts, blocked in zip(grads.values(), packets, block_shapes, strict=True):
-                total, codec = torch.zeros(blocked), codec_of_shape(self.method, grad.shape)
-                codec.decode_sum(parts.unbind(), total.view(-1), add=True)
-                update = from_blocks(total, torch.empty(grad.shape))
+            for grad, parts in zip(grads.values(), packets, strict=True):
+                codec, (total, update) = codec_of_shape(self.method, grad.shape), work[:, : grad.numel()].unbind()
+                codec.decode_sum(parts.unbind(), total.zero_(), add=True)
+                blocks = total.view(-1, *block_sides(grad.shape, self.method.chunk)[::-1])
+                from_blocks(blocks, update := update.view(grad.shape))
                 # torch's sign of NaN is 0, which would hide the damage.
                 grad.copy_(update.sign().add_(update, alpha=0.0))
         for name, momentum in fresh.items():
@@ -161,9 +163,9 @@ def block_sides(shape: torch.Size, chunk: int) -> tuple[int, int]:
     return rows, columns
 
 
-def to_blocks(x: Tensor, chunk: int) -> Tensor:
-    """The orthonormal DCT of each block: fp32 [blocks, columns, rows], those of stacks one after another."""
-    return to_coefficients(x.contiguous(), block_sides(x.shape, chunk), sides(x.shape)[-1])
+def to_blocks(x: Tensor, chunk: int, out: Tensor) -> Tensor:
+    """out = the orthonormal DCT of each block: fp32 [blocks, columns, rows], those of stacks one after another."""
+    return to_coefficients(x.contiguous(), block_sides(x.shape, chunk), sides(x.shape)[-1], out)
 
 
 def from_blocks(blocks: Tensor, out: Tensor, *, subtract: bool = False) -> Tensor:

@@ -145,8 +145,7 @@ def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertPa
     asked = config.optimizer or next(iter(fitting))
     name, _ = read_optimizer(asked, fitting)
     if strategy is not None and name not in fitting:
-        is_inside = isinstance(strategy, IslandsMethod)
-        whose = f"--inner {strategy.inner.name}" if is_inside else f"strategy {strategy.name}"
+        whose = f"--inner {strategy.inner.name}" if isinstance(strategy, IslandsMethod) else f"strategy {strategy.name}"
         raise ConfigError(
             f"--optimizer {name} does not fit {whose}, which {strategy.optimizers_reason}{nearest(name, fitting)}"
         )

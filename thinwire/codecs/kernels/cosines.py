@@ -113,10 +113,10 @@ def _scatter(blocks: Array, at: U64, rows: U64, columns: U64, right: Array, half
             row = np.uint64(place) - column * rows
             used[row] = ONE
             _add_one(right, column * columns, blocks[at + place], half[row * columns :], columns)
-    for place in range(whole, size):
-        row = place % rows
+    for rest in range(whole, size):
+        row = rest % rows
         used[row] = ONE
-        _add_one(right, place // rows * columns, blocks[at + place], half[row * columns :], columns)
+        _add_one(right, rest // rows * columns, blocks[at + rest], half[row * columns :], columns)
 
 
 @inlined_fused

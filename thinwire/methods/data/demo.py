@@ -66,9 +66,9 @@ class DeMo(DDPMethod):
         if not 0 <= self.beta < 1:
             raise ConfigError(f"beta {self.beta} of demo: must be at least 0 and below 1; the usual: 0.999")
         if not 1 <= self.chunk <= LARGEST_CHUNK:
-            nearest = min(max(self.chunk, 1), LARGEST_CHUNK)
+            possible = min(max(self.chunk, 1), LARGEST_CHUNK)
             raise ConfigError(
-                f"chunk {self.chunk} of demo: must be from 1 to {LARGEST_CHUNK}; nearest: {nearest}, the usual: 64"
+                f"chunk {self.chunk} of demo: must be from 1 to {LARGEST_CHUNK}; nearest: {possible}, the usual: 64"
             )
         least = 1 / self.chunk**2
         if not least <= self.density <= 1:

@@ -12,31 +12,23 @@ Every island is a replica group of one rank; the lighthouse runs beside rank 0. 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import socket
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 
 import torch
+from rival import Rival, parser_of
 from torch import nn
 from torch.distributed import TCPStore
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
-from thinwire.data import BatchLoader, heldout_batches, load_tokenizer, prepare as prepare_tokens
-from thinwire.errors import Problems
 from thinwire.layout.fragments import cut
-from thinwire.models import build_model
-from thinwire.optim.schedule import lr_at
-from thinwire.run.config import TrainConfig, derive
-from thinwire.run.run import Run
-from thinwire.run.settings import read_toml
 from thinwire.training.engine import build_optimizer
 
 WAIT = timedelta(seconds=120)
@@ -77,83 +69,48 @@ def fragments_of(model: nn.Module, num_fragments: int) -> list[nn.Module]:
     return modules
 
 
-def train(config: TrainConfig, run_dir: Path, rank: int, world_size: int, arguments: argparse.Namespace) -> None:
-    batch = derive(config, world_size)
-    tokenizer = load_tokenizer(config.tokenizer)
-    cache_dir = Path(config.cache_dir) if config.cache_dir else None
-    tokens = prepare_tokens(config.data, tokenizer, text_field=config.text_field, cache_dir=cache_dir)
-    train_tokens, heldout = tokens.split(config.seq_len)
-    model = build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, None)
-    inner = build_optimizer(config, model)
+def train(rival: Rival, arguments: argparse.Namespace) -> None:
+    model = rival.model()
+    inner = build_optimizer(rival.config, model)
     fragments = fragments_of(model, arguments.num_fragments)
     outer = [
         torch.optim.SGD(fragment.parameters(), lr=arguments.outer_lr, momentum=0.9, nesterov=True)
         for fragment in fragments
     ]
-    loader = BatchLoader(
-        train_tokens, seq_len=config.seq_len, micro_batch=batch.micro_batch, accumulation=batch.accumulation,
-        rank=rank, world_size=world_size, seed=config.seed,
-    )  # fmt: skip
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=config.dtype == "bf16")
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    manager = manager_of(model, inner, store, rank, world_size)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    diloco = DiLoCo(
+    manager = manager_of(model, inner, store, rival.rank, rival.world_size)
+
+    def update(lr: float) -> Mapping[str, float]:
+        for group in inner.param_groups:
+            group["lr"] = lr
+        nn.utils.clip_grad_norm_(model.parameters(), rival.config.grad_clip or math.inf)
+        inner.step()
+        inner.zero_grad()
+        return {}
+
+    with DiLoCo(
         manager, fragments, inner, outer, sync_every=arguments.sync_every, pin_memory=False,
         fragment_sync_delay=arguments.overlap_steps, fragment_update_alpha=arguments.mix,
-    )  # fmt: skip
-    with diloco, (run_dir / "metrics.jsonl" if rank == 0 else Path(os.devnull)).open("w") as metrics:
-        for step in range(1, config.steps + 1):
-            start, total = time.perf_counter(), 0.0
-            lr = lr_at(step, peak=config.lr, num_warmup_steps=config.num_warmup_steps, num_steps=config.steps)
-            for group in inner.param_groups:
-                group["lr"] = lr
-            for _ in range(batch.accumulation):
-                inputs, targets = loader.next_batch()
-                with autocast:
-                    loss = model(inputs, targets) / batch.accumulation
-                loss.backward()
-                total += float(loss.detach())
-            nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-            inner.step()
-            inner.zero_grad()
-            step_s = time.perf_counter() - start
-            line = {"step": step, "loss": total, "tokens": step * batch.tokens_per_step, "step_s": step_s}
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
-    if rank == 0:
-        loss_sum, count = 0.0, 0
-        with torch.no_grad(), autocast:
-            for inputs, targets in heldout_batches(
-                heldout, seq_len=config.seq_len, micro_batch=batch.micro_batch, rank=0, world_size=1,
-                max_sequences=config.eval_sequences,
-            ):  # fmt: skip
-                loss_sum, count = loss_sum + float(model(inputs, targets)) * len(inputs), count + len(inputs)
-        summary = {"heldout_loss": loss_sum / count if count else None}
-        (run_dir / "summary.json").write_text(json.dumps(summary))
+    ):  # fmt: skip
+        rival.train(model, update)
     manager.shutdown(wait=False)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--sync-every", type=int, default=100)
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--num-fragments", type=int, default=1)
     parser.add_argument("--overlap-steps", type=int, default=0)
     parser.add_argument("--mix", type=float, default=0.0)
     arguments = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config = Run.of(replace(read_toml(arguments.config, Problems()), steps=arguments.steps)).config
+    rival = Rival.of(arguments)
     lighthouse = None
-    if rank == 0:
+    if rival.rank == 0:
         # It waits a while for those who have not come yet, and for nobody once all have.
         bind = f"0.0.0.0:{os.environ['MASTER_PORT']}"
-        lighthouse = LighthouseServer(bind=bind, min_replicas=world_size, join_timeout_ms=60_000)
-    train(config, arguments.run_dir, rank, world_size, arguments)
+        lighthouse = LighthouseServer(bind=bind, min_replicas=rival.world_size, join_timeout_ms=60_000)
+    train(rival, arguments)
     if lighthouse is not None:
         # The others still leave.
         time.sleep(2)

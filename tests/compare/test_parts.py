@@ -65,6 +65,8 @@ def test_options_stand_over_those_of_the_configuration() -> None:
     tuned = contestants("sdp4bit[lr=2e-3,weights=int4]")[0].config(base)
     assert tuned.lr == 2e-3 and tuned.tables == named.config(base).tables
     assert contestants("zero[lr=1,weight_decay=0.0]")[0].config(base).weight_decay == 0.0
+    inside = contestants("sparseloco[inner=sdp4bit,sync_every=5]")[0].config(base)
+    assert inside.inner == "sdp4bit" and inside.tables == {**base.tables, "sparseloco": {"sync_every": 5}}
 
 
 def test_a_contestant_may_lie_on_the_ranks_in_its_own_way() -> None:
@@ -179,6 +181,8 @@ def test_a_command_that_can_not_stop_between_rounds_runs_whole() -> None:
         ("sdp4bit[weights]", "'weights' must be option=value"),
         ("sdp4bit[inter_gradients=int4/100+hadamard32]", "multiple of 32|100.*32"),
         ("zero[bits=3]", "zero has no option 'bits'; choose one of grad_clip, lr, micro_batch"),
+        ("zero[inner=demo]", "zero has no option 'inner'"),
+        ("sparseloco[inner=demo,optimizer=adamw]", "adamw does not fit --inner demo"),
         ("sdp4bit[lr=-1]", "--lr -1: must be above 0"),
         ("zero[lr=fast]", "lr = 'fast': must be a number"),
         ("zero[optimizer=dgc-sgd]", "--optimizer dgc-sgd does not fit"),

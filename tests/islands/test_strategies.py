@@ -6,7 +6,7 @@ import io
 import os
 import time
 from concurrent.futures import wait
-from dataclasses import replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import thinwire
 from tests.conformance.strategy_suite import Net, batch, hash_of, make_optimizer
@@ -27,6 +27,40 @@ from thinwire.methods.outer.base import IslandsMethod
 from thinwire.registry import strategy_named
 
 EVERY = 4
+SPARSE = {"codec": "topk25%/64:(sign/16:bf16+twice)", "num_fragments": 2, "overlap_steps": 1, "mix": 0.5}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An outer method around a strategy, by their names and options."""
+
+    outer: str
+    inner: str
+    options: dict[str, Any] = field(default_factory=dict)
+    # Of the strategy inside, which has settled before the first exchange.
+    inside: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+
+    @property
+    def strategy(self) -> IslandsMethod:
+        inner = strategy_named(self.inner, **self.inside)
+        strategy = strategy_named(self.outer, sync_every=EVERY, inner=inner, **self.options)
+        assert isinstance(strategy, IslandsMethod)
+        return strategy
+
+
+# Every kind of host under the outer method of most parts, and every kind of inner state under that with a state of its
+# own, in fragments that overlap.
+ROWS = {
+    **{f"streaming, {inner}": Row("streaming-diloco", inner) for inner in ("ddp", "sdp4bit", "zero-bf16", "fsdp")},
+    **{f"sparse, {inner}": Row("sparseloco", inner, SPARSE) for inner in ("zero", "zero-compressed", "ef21")},
+    "sparse, sdp4bit": Row("sparseloco", "sdp4bit", SPARSE, {"loco": True}, optimizer="muon"),
+    "sparse, powersgd": Row("sparseloco", "powersgd", SPARSE, {"start_step": 2, "rank": 2}),
+    "sparse, demo": Row("sparseloco", "demo", SPARSE, optimizer="sgd-plain"),
+    "sparse, dion": Row("sparseloco", "dion", SPARSE, optimizer="sgd-plain"),
+    "sparse, dgc": Row("sparseloco", "dgc", SPARSE, {"warmup": ()}, optimizer="dgc-sgd"),
+    "sparse, onebit-adam": Row("sparseloco", "onebit-adam", SPARSE, {"freeze": 2}, optimizer="onebit-adam"),
+}
 # The meeting of the islands, in the process that hosts it.
 held: list[dist.TCPStore] = []
 
@@ -52,6 +86,14 @@ def become_island(rank: int, size: int, folder: str) -> ElasticPeers | None:
     return ElasticPeers(f"127.0.0.1:{port.read_text()}", number, timeout_s=300, min_islands=2)
 
 
+class Layered(Net):
+    """The suite's model, of which two matrices are layers of their own, so that it has fragments."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.layers = nn.ModuleList([self.up, self.down])
+
+
 class Replica:
     """One rank of one of two islands."""
 
@@ -59,7 +101,7 @@ class Replica:
         self, strategy: IslandsMethod, rank: int, world_size: int, peers: Any, *, seed: int, kind: str = "adamw"
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.model = Net(seed)
+        self.model = (Layered if strategy.name == "sparseloco" else Net)(seed)
         # Only what is trained is made equal at the start.
         self.model.fixed.load_state_dict(Net(0).fixed.state_dict())
         size = dist.get_world_size()
@@ -84,34 +126,36 @@ class Replica:
 
 
 def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Two rounds under each inner strategy: what was sent and promised, and hashes."""
+    """Three rounds of each row: what was sent and promised, and hashes."""
     peers = become_island(rank, 2, folder)
     found: dict[str, Any] = {}
-    streaming = strategy_named("streaming-diloco", sync_every=EVERY)
-    assert isinstance(streaming, IslandsMethod)
-    for inner in ("ddp", "sdp4bit", "zero-bf16", "fsdp"):
-        strategy = replace(streaming, inner=strategy_named(inner))
+    for name, row in ROWS.items():
+        strategy = row.strategy
         # Peers are the optimizer's to close; here they go on to the next.
-        replica = Replica(strategy, rank, world_size, Kept(peers) if peers else None, seed=rank)
+        own = Kept(peers) if peers else None
+        replica = Replica(strategy, rank, world_size, own, seed=rank, kind=row.optimizer)
         optimizer = replica.optimizer
-        # What is still on its way is not counted yet.
+        hashes = [replica.step(step) for step in range(EVERY)]
+        # Every fragment has two exchanges between this reading of the meter and the next.
+        optimizer.loop.drain()
         wait(list(optimizer.comm._unfinished))
         start = optimizer.meter.snapshot()
-        hashes = [replica.step(step) for step in range(2 * EVERY)]
+        hashes += [replica.step(step) for step in range(EVERY, 3 * EVERY - 1)]
+        # The last exchange brings it, whose result comes later.
         if rank == world_size - 1:
             optimizer.request_stop()
-        hashes += [replica.step(step) for step in range(2 * EVERY, 3 * EVERY)]
+        hashes.append(replica.step(3 * EVERY - 1))
         assert not optimizer.stop_requested
         optimizer.loop.drain()
         assert optimizer.stop_requested
         wait(list(optimizer.comm._unfinished))
         sent = (optimizer.meter.snapshot() - start).sent_bytes
-        promised = 3 * (EVERY * optimizer.inner.bytes_per_step + optimizer.traffic.bytes_per_round)
-        plan = strategy.plan(Net(0), Topology(2, 2), 1)
+        promised = 2 * (EVERY * optimizer.inner.bytes_per_step + optimizer.traffic.bytes_per_round)
+        plan = strategy.plan(replica.model, Topology(2, 2), 1)
         outer = peers.comm.meter.snapshot().operations if peers else {}
         optimizer.finish()
         optimizer.check_replicas()
-        found[inner] = (hashes, sent, promised, replica.outer, hash_of(replica.model), plan.sent, len(outer))
+        found[name] = (hashes, sent, promised, replica.outer, hash_of(replica.model), plan.sent, len(outer))
         optimizer.close()
     # Averaging after every step with plain SGD is data parallelism.
     replica = Replica(thinwire.strategy_named("local-sgd", sync_every=1), rank, world_size, peers, seed=0, kind="sgd")  # type: ignore[arg-type]
@@ -137,20 +181,21 @@ class Kept:
         pass
 
 
-def test_islands_of_two_ranks_under_every_kind_of_host(tmp_path: Path) -> None:
+def test_islands_of_two_ranks_under_every_kind_of_inner_strategy(tmp_path: Path) -> None:
     results = run_workers(train, 4, str(tmp_path), local_size=2)
     reference = plain_sgd(5)
     for rank, found in enumerate(results):
         for name, value in found.pop("weights").items():
             torch.testing.assert_close(value, reference[name], rtol=0, atol=1e-6)
-        for inner, (hashes, sent, promised, outer, last, plan, _) in found.items():
+        assert found.keys() == ROWS.keys()
+        for name, (hashes, sent, promised, outer, last, plan, _) in found.items():
             island = rank // 2 * 2
-            assert hashes == results[island][inner][0], f"replicas of an island differ under {inner}"
-            assert last == results[0][inner][4], f"islands end with other weights under {inner}"
-            assert outer in ([], results[0][inner][3])
-            assert sent == promised, inner
+            assert hashes == results[island][name][0], f"replicas of an island differ: {name}"
+            assert hashes != results[(rank + 2) % 4][name][0], f"islands do not train by themselves: {name}"
+            assert last == results[0][name][4], f"islands end with other weights: {name}"
+            assert outer in ([], results[0][name][3])
+            assert sent == promised, name
             assert plan["outer", "inter"] > 0
-        assert found["ddp"][0] != results[(rank + 2) % 4]["ddp"][0], "islands train by themselves"
 
 
 def plain_sgd(steps: int) -> dict[str, Tensor]:

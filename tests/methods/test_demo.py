@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from tests.methods.test_compressed import Matrices, gradients
 from tests.workers import run_workers
+from thinwire.codecs.backends import without_kernels
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.methods.data.demo import DeMo, block_sides, from_blocks, to_blocks
@@ -108,9 +109,24 @@ def test_ranks_follow_the_algorithm() -> None:
 def test_blocks_come_back() -> None:
     for shape in ((7, 513), (64, 128), (29,), (3, 16, 12), (4, 3, 5, 5), (0, 4), (2, 0)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        blocks = to_blocks(x, 64)
-        torch.testing.assert_close(from_blocks(blocks, x.shape), x, rtol=0, atol=1e-5)
+        blocks = to_blocks(x, 64, torch.empty(x.numel()))
+        torch.testing.assert_close(from_blocks(blocks, torch.empty(shape)), x, rtol=0, atol=3e-6)
+        torch.testing.assert_close(from_blocks(blocks, x.clone(), subtract=True), 0 * x, rtol=0, atol=3e-6)
         torch.testing.assert_close(blocks.norm(), x.norm(), rtol=1e-5, atol=0)
+        with without_kernels():
+            torch.testing.assert_close(to_blocks(x, 64, torch.empty(x.numel())), blocks, rtol=0, atol=3e-6)
+            torch.testing.assert_close(from_blocks(blocks, torch.empty(shape)), x, rtol=0, atol=3e-6)
+            torch.testing.assert_close(from_blocks(blocks, x.clone(), subtract=True), 0 * x, rtol=0, atol=3e-6)
+
+
+def test_damage_fills_its_block() -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    x[3, 70] = torch.nan
+    back = from_blocks(to_blocks(x, 64, torch.empty(x.numel())), torch.empty(64, 128))
+    assert back[:, 64:].isnan().all() and back[:, :64].isfinite().all()
+
+
+def test_blocks_do_not_leave_their_matrix() -> None:
     assert block_sides(torch.Size([7, 513]), 64) == (7, 57)
     assert block_sides(torch.Size([8, 96, 40]), 64) == (48, 40), "blocks lie in one matrix of a stack"
 
@@ -121,8 +137,10 @@ def test_blocks_come_back() -> None:
         ({"density": 0.0}, "density 0.0 of demo: must be from 1 / chunk.2, .* nearest: 0.000244143"),
         ({"density": float("nan")}, "density nan of demo"),
         ({"density": 1.5}, "nearest: 1$"),
-        ({"density": 0.001, "chunk": 8}, "nearest: 0.0156252"),
-        ({"chunk": 0}, "from 1 to 4096"),
+        ({"density": 0.001, "chunk": 8}, "nearest: 0.0156252, or chunk 32$"),
+        ({"chunk": 3}, "density 0.0078125 of demo: .* 0.111111 for chunk 3, to 1; nearest: 0.111112, or chunk 12$"),
+        ({"chunk": 0}, "from 1 to 4096; nearest: 1, the usual: 64"),
+        ({"chunk": 5000}, "nearest: 4096"),
         ({"beta": 1.0}, "below 1"),
     ],
 )

@@ -174,3 +174,15 @@ def test_who_cuts_tensors_refuses_it() -> None:
             thinwire.zero(model, optimizer, thinwire.Zero())
     with pytest.raises(ConfigError, match=r"muon momentum 1\.0"):
         Muon(model.parameters(), momentum=1.0)
+
+
+def test_a_vector_that_is_asked_to_be_orthogonal_is_refused() -> None:
+    params = some(0)
+    named = [{"params": [*params.items()], "orthogonal": True}]
+    for name, make in (("muon", Muon), ("dion", thinwire.DionOptimizer)):
+        with pytest.raises(ConfigError, match=rf"{name}: parameter vector of group 0, of shape \(24,\), is no matrix"):
+            make(named)
+        with pytest.raises(ConfigError, match=r"2 problems:(.|\n)* number 0 of .* nearest: a group with orthogonal=F"):
+            make([torch.zeros(3), torch.zeros(2, 3), torch.zeros(2, 2, 1, 1)], orthogonal=True)
+    # Without a word of it, each has its own step.
+    assert len(Muon(list(params.values())).matrices) == 3

@@ -36,7 +36,9 @@ def test_a_logarithmic_scale_spaces_ratios_evenly() -> None:
 
 
 def test_those_that_are_beaten_are_grey_and_errors_are_drawn() -> None:
-    svg = frontier_figure([EXACT, FEW, WORSE], {"exact": "c0", "few": "c1", "worse": "c2"}).svg
+    figure = frontier_figure([EXACT, FEW, WORSE], {"exact": "c0", "few": "c1", "worse": "c2"})
+    svg = figure.svg
+    assert "<title>few: 2.1000, 80 MB sent</title>" in svg and "fewer bytes, by ratios" in figure.notes[0]
     assert svg.count('class="dot beaten"') == 1 and 'class="dot c0"' in svg and 'class="dot c2"' not in svg
     assert svg.count('class="line c0"') == 1 and 'class="line c1"' not in svg
 
@@ -62,7 +64,8 @@ def test_a_plot_of_its_own_brings_its_colours_and_names_only_the_best_of_many() 
     crowd = [EXACT, FEW, *(Outcome(f"behind {n}", 9e7 + n, 3.0) for n in range(20))]
     svg = frontier_svg(crowd)
     assert "http://www.w3.org/2000/svg" in svg.splitlines()[0] and "--c0" in svg
-    assert "few" in svg and ">behind" not in svg and svg.count('class="dot beaten"') == 20
+    assert ">few</text>" in svg and ">behind 0: 3.0000, 90 MB sent</title>" in svg
+    assert 'class="name beaten"' not in svg and svg.count('class="dot beaten"') == 20
 
 
 def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> None:
@@ -73,12 +76,19 @@ def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> 
     recorded, short = tmp_path / "frontier.json", tmp_path / "short.json"
     other_model = row("short", 1.0, 999, "demo")
     recorded.write_text(json.dumps([other_model, row("slow", 5.0), row("never", None), row("fast", 2.0)]))
-    name, measured = recommended(25e6, recorded)
+    name, measured = recommended(25e6, recorded=recorded)
     assert name == "fast" and measured.endswith("at 20 Mbit/s: +0.50%; 3 methods, tiny, 1,000 steps, 3 seeds")
+    # The model that is asked about, where it was measured.
+    both = [row("fast", 2.0), row("demo's", 3.0, model="demo")]
+    recorded.write_text(json.dumps(both))
+    assert recommended(25e6, "demo", recorded)[0] == "demo's"
+    name, measured = recommended(25e6, "125m", recorded)
+    assert name == "fast" and measured.endswith("3 seeds; 125m was not measured")
     short.write_text(json.dumps([other_model]))
-    assert recommended(20e6, short) == ("not known", "recorded: demo, 999 steps; an order of methods takes 1,000")
-    assert "10, 20, 50, 100 Mbit/s, and 1000 is not near" in recommended(1e9, recorded)[1]
-    assert "no runs" in recommended(20e6, tmp_path / "none")[1]
+    told = "recorded: demo, 999 steps; which is best shows from 1,000 steps on"
+    assert recommended(20e6, recorded=short) == ("not known", told)
+    assert "10, 20, 50, 100 Mbit/s, and 1000 is not near" in recommended(1e9, recorded=recorded)[1]
+    assert "no runs" in recommended(20e6, recorded=tmp_path / "none")[1]
 
 
 def test_a_short_axis_has_ticks_that_differ() -> None:

@@ -189,6 +189,10 @@ def test_a_strategy_chooses_its_optimizer_and_refuses_what_it_cannot_drive() -> 
         Run.of(read("--optimizer", "adam"))
     with pytest.raises(ConfigError, match=r"lans does not fit strategy zero, which cuts tensors.*choose one of adamw"):
         Run.of(read("--strategy", "zero", "--optimizer", "lans"))
+    inside = "--strategy", "sparseloco", "--inner", "demo"
+    assert Run.of(read(*inside)).config.optimizer == "sgd-plain"
+    with pytest.raises(ConfigError, match=r"adamw does not fit --inner demo, which keeps .* choose one of sgd-plain"):
+        Run.of(read(*inside, "--optimizer", "adamw"))
 
 
 def test_an_optimizer_has_its_options_in_brackets() -> None:

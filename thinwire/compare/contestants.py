@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, checked_values, option_tables, strategy_table
+from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, checked_values, has_islands, option_tables, strategy_table
 from thinwire.registry import STRATEGIES
 from thinwire.run.config import TrainConfig, range_errors
 from thinwire.run.run import Run
@@ -22,6 +22,8 @@ TUNED = ("lr", "optimizer", "weight_decay", "grad_clip")
 # How the model lies on the ranks, and options of tables such as pipeline.plan: each contestant's own, too.
 LAYOUT = ("stages", "tensor", "micro_batch", "order")
 LAYOUT_OPTIONS = (PIPELINE, SEQUENCE, EXPERTS)
+# The strategy inside each island, of a contestant that trains islands.
+INSIDE = "inner"
 # Folder and row of the measurement of computing alone. It is not a contestant.
 COMPUTE = "compute"
 _NAME = r"[A-Za-z0-9][\w.+-]*"
@@ -53,7 +55,7 @@ class Contestant:
         if self.command:
             return base
         own = dict(self.options)
-        stated = {name: own.pop(name) for name in (*TUNED, *LAYOUT) if name in own}
+        stated = {name: own.pop(name) for name in (*TUNED, *LAYOUT, INSIDE) if name in own}
         added = {table: taken_out(own, table) for table in LAYOUT_OPTIONS}
         added[strategy_table(self.strategy) or ""] = own
         tables = {name: {**base.tables.get(name, {}), **values} for name, values in added.items() if values}
@@ -150,8 +152,9 @@ def read_strategy(text: str, problems: Problems, base: TrainConfig) -> Contestan
 def checked_options(
     strategy: str, stated: Mapping[str, Any], note: str, problems: Problems, base: TrainConfig
 ) -> dict[str, Any]:
-    """The checked options: the strategy's, those of TUNED and LAYOUT, and those of LAYOUT_OPTIONS."""
-    table, shared, own = strategy_table(strategy), (*TUNED, *LAYOUT), dict(stated)
+    """The checked options: the strategy's, those of TUNED, LAYOUT and LAYOUT_OPTIONS, and of islands INSIDE."""
+    inside = (INSIDE,) if has_islands(strategy) else ()
+    table, shared, own = strategy_table(strategy), (*TUNED, *LAYOUT, *inside), dict(stated)
     below = {layout: taken_out(own, layout) for layout in LAYOUT_OPTIONS}
     tuned = {name: own.pop(name) for name in [*own] if name.replace("-", "_") in shared}
     for name in own if table is None else ():

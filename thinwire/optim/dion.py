@@ -109,8 +109,8 @@ class DionOptimizer(MatrixOptimizer):
     numbers for each row and column travel in place of the matrix, in `codec`, there and back. What the codec loses of
     P and R stays in the momentum.
 
-    Raises ConfigError for values outside of rank >= 1, lr >= 0, 0 <= momentum, b < 1, eps > 0, weight_decay >= 0, and
-    for a codec of variable length.
+    Raises ConfigError for values outside of rank >= 1, lr >= 0, 0 <= momentum, b < 1, eps > 0, weight_decay >= 0, for
+    a vector in a group with `orthogonal` True, and for a codec of variable length.
     Source: Ahn, Xu, Abreu and Langford, "Dion: Distributed orthonormalized updates" (2025), algorithms 1 and 3.
     """
 
@@ -129,7 +129,7 @@ class DionOptimizer(MatrixOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
-        orthogonal: bool = True,
+        orthogonal: bool | None = None,
         rank: int = 64,
         codec: str = "fp32",
     ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.errors import ConfigError
 from thinwire.optim.parameterwise import check_adamw
 from thinwire.optim.sums import Part, PieceSpan, SummingOptimizer, codec_of_sums
 
@@ -17,10 +18,11 @@ class MatrixOptimizer(SummingOptimizer):
     """Updates matrices, and each matrix of a stack of them, as a whole; all else by AdamW's step.
 
     params: tensors or groups, as for torch's optimizers. A group with `orthogonal` False, such as embeddings and heads,
-    takes AdamW's step with `betas` and `eps`.
+    takes AdamW's step with `betas` and `eps`. With True it may hold nothing but matrices and stacks of them; by default
+    these are updated as a whole, and what else it holds takes AdamW's step.
 
-    Raises ConfigError for values outside of lr >= 0, 0 <= momentum, b < 1, eps > 0, weight_decay >= 0, and for a codec
-    of variable length.
+    Raises ConfigError for values outside of lr >= 0, 0 <= momentum, b < 1, eps > 0, weight_decay >= 0, for a vector in
+    a group with `orthogonal` True, and for a codec of variable length.
     """
 
     # Shapes that further axes cut, by name.
@@ -35,7 +37,7 @@ class MatrixOptimizer(SummingOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         *,
-        orthogonal: bool = True,
+        orthogonal: bool | None = None,
         codec: str = "bf16",
     ) -> None:
         self.codec = codec_of_sums(self.title, codec)
@@ -45,10 +47,31 @@ class MatrixOptimizer(SummingOptimizer):
             momentum = group["momentum"]
             is_good = 0 <= momentum < 1
             check_adamw(self.title, group, ("momentum", momentum, is_good, "at least 0 and below 1; the usual: 0.95"))
+        self._check_orthogonal()
+
+    def _check_orthogonal(self) -> None:
+        """Raise ConfigError, with all of them, for parameters that no group with orthogonal updates can hold."""
+        wrong = []
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names", [f"number {place}" for place in range(len(group["params"]))])
+            for name, param in zip(names, group["params"], strict=True):
+                if group["orthogonal"] and not is_matrix(param):
+                    wrong.append(
+                        f"{self.title}: parameter {name} of group {number}, of shape {tuple(param.shape)}, is no "
+                        "matrix, and only matrices and stacks of them have orthogonal updates; nearest: a group with "
+                        "orthogonal=False, which takes AdamW's step"
+                    )
+        if wrong:
+            raise ConfigError(*wrong)
 
     def is_across(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether the parameter is a matrix, or a stack of them, in a group with orthogonal updates."""
-        return group["orthogonal"] and param.dim() in (2, 3)
+        return group["orthogonal"] is not False and is_matrix(param)
+
+
+def is_matrix(param: Tensor) -> bool:
+    """Whether a parameter is a matrix or a stack of them."""
+    return param.dim() in (2, 3)
 
 
 def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[PieceSpan, ...], int]]:

@@ -32,8 +32,8 @@ class Muon(MatrixOptimizer):
     `exp_avg_sq`. Not elementwise; where a host cuts tensors, each matrix becomes orthogonal on one rank, to which the
     others send their pieces of U in `codec`. bf16 changes no bit, since the steps of the orthogonalisation begin in it.
 
-    Raises ConfigError for values outside of lr >= 0, 0 <= momentum, b < 1, eps > 0, weight_decay >= 0, and for a codec
-    of variable length.
+    Raises ConfigError for values outside of lr >= 0, 0 <= momentum, b < 1, eps > 0, weight_decay >= 0, for a vector in
+    a group with `orthogonal` True, and for a codec of variable length.
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the factor: Liu et al.,
     "Muon is scalable for LLM training" (2025), section 2.2.
     """

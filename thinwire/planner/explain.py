@@ -637,7 +637,8 @@ def notes_on_ranks(laid: LaidOut, rate: float | None, local_rate: float | None) 
         if shape.expert > 1:
             yield from expert_notes(model, config, shape)
     if rate is not None and config.nodes > 1:
-        yield "method for this rate", *recommended(rate)
+        name = config.model if config.parameters is None else f"a model of {short(config.parameters)} parameters"
+        yield "method for this rate", *recommended(rate, name)
     if isinstance(model, Llama) and shape.tensor > 1:
         yield tensor_note(model.config, config.seq_len, shape)
 

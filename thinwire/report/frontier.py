@@ -17,6 +17,7 @@ from thinwire.errors import counted
 from thinwire.report.charts import Figure
 from thinwire.report.run import number, read_run
 from thinwire.report.svg import Chart, alone, around
+from thinwire.report.units import bytes_text
 
 FINISHED = "finished"
 # What benchmarks/frontier.py has measured, and the rates of its links in bit/s.
@@ -88,8 +89,9 @@ def frontier_figure(outcomes: Sequence[Outcome], styles: Mapping[str, str]) -> F
     sent = [outcome.sent_bytes for outcome in outcomes]
     ends = (loss for one in outcomes for loss in (one.loss - one.error, one.loss + one.error))
     chart = Chart(
-        "held-out loss over bytes", (min(sent) / 1.5, max(sent) * 1.5), around(ends), "bytes that one rank sent",
-        "held-out loss (nats per token)", names=[one.name for one in outcomes], log_x=True,
+        "held-out loss over bytes", (min(sent) / 1.5, max(sent) * 1.5), around(ends),
+        "bytes that one rank sent in all steps", "held-out loss (nats per token)",
+        names=[one.name for one in outcomes], log_x=True,
     )  # fmt: skip
     named = []
     for outcome in sorted(outcomes, key=lambda one: one.name not in grey):
@@ -97,11 +99,12 @@ def frontier_figure(outcomes: Sequence[Outcome], styles: Mapping[str, str]) -> F
         point = outcome.sent_bytes, outcome.loss
         if outcome.error:
             chart.error_bar(point, outcome.error, style)
-        chart.dot(point, style)
+        chart.dot(point, style, text=f"{outcome.name}: {outcome.loss:.4f}, {bytes_text(outcome.sent_bytes)} sent")
         if len(outcomes) <= MOST_NAMES or outcome.name not in grey:
             named.append((outcome.name, style, point))
     chart.end_labels(named)
-    notes = ["Grey: another contestant sent no more and has no higher loss."] if grey else []
+    notes = ["Every point is a whole run: further down, a lower loss; further left, fewer bytes, by ratios."]
+    notes += ["Grey: another contestant sent no more and has no higher loss."] if grey else []
     notes += ["Lines: one standard error over the seeds."] if any(one.error for one in outcomes) else []
     return Figure("Loss over bytes", [], chart.svg(), notes)
 
@@ -113,27 +116,31 @@ def frontier_svg(outcomes: Sequence[Outcome]) -> str:
     return alone(frontier_figure(outcomes, styles).svg)
 
 
-def recommended(rate: float, recorded: Path = RECORDED) -> tuple[str, str]:
+def recommended(rate: float, model: str = "", recorded: Path = RECORDED) -> tuple[str, str]:
     """The recorded method that comes near the exact run's loss soonest on links of `rate` bit/s; and what was measured.
 
-    Uses the first recorded model with runs of at least LEAST_STEPS steps, since shorter ones don't show an order of
-    methods, and the nearest rate. Not known without such runs, and if that rate is off by a factor above 4.
+    Uses the runs of `model`, or of the first recorded one, of at least LEAST_STEPS steps, since shorter ones don't show
+    an order of methods; and the nearest rate. Not known without such runs, and if that rate is off by a factor above 4.
     """
     found = json.loads(recorded.read_text()) if recorded.is_file() else []
-    model = next((row["model"] for row in found if row["steps"] >= LEAST_STEPS), None)
-    if model is None:
+    measured = dict.fromkeys(row["model"] for row in found if row["steps"] >= LEAST_STEPS)
+    if not measured:
         sizes = {f"{row['model']}, {row['steps']:,} steps" for row in found} or {"no runs"}
-        return "not known", f"recorded: {'; '.join(sorted(sizes))}; an order of methods takes {LEAST_STEPS:,}"
+        return "not known", f"recorded: {'; '.join(sorted(sizes))}; which is best shows from {LEAST_STEPS:,} steps on"
     near = min(RATES, key=lambda one: abs(math.log(one / rate)))
     if not 0.25 <= rate / near <= 4:
         rates = ", ".join(f"{one / 1e6:g}" for one in RATES)
         return "not known", f"measured at {rates} Mbit/s, and {rate / 1e6:g} is not near one of them"
-    at, rows = f"{near / 1e6:g}", [row for row in found if row["model"] == model]
+    used = model if model in measured else next(iter(measured))
+    at, rows = f"{near / 1e6:g}", [row for row in found if row["model"] == used]
     # The exact run itself comes near its loss.
     soonest = min(rows, key=lambda row: math.inf if row["minutes"][at] is None else row["minutes"][at])
     num_seeds = counted(soonest["seeds"], "seed")
-    size = f"{len(rows)} methods, {model}, {soonest['steps']:,} steps, {num_seeds}"
-    return soonest["method"], f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}; {size}"
+    size = f"{len(rows)} methods, {used}, {soonest['steps']:,} steps, {num_seeds}"
+    other = f"; {model} was not measured" if model not in ("", used) else ""
+    return soonest[
+        "method"
+    ], f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}; {size}{other}"
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:

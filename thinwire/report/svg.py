@@ -131,9 +131,11 @@ class Chart:
             path = "L".join(f"{self.x.place(x):.1f} {self.y.place(y):.1f}" for x, y in piece)
             self._marks.append(f'<path class="line {style}" d="M{path}"/>')
 
-    def dot(self, point: Point, style: str, radius: float = 5) -> None:
+    def dot(self, point: Point, style: str, radius: float = 5, text: str = "") -> None:
+        """Draw a dot that shows `text` under the pointer."""
         x, y = self.x.place(point[0]), self.y.place(point[1])
-        self._marks.append(f'<circle class="dot {style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"/>')
+        end = f"><title>{escape(text)}</title></circle>" if text else "/>"
+        self._marks.append(f'<circle class="dot {style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"{end}')
 
     def error_bar(self, point: Point, error: float, style: str) -> None:
         """A vertical line from y - error to y + error."""

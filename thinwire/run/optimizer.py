@@ -13,6 +13,7 @@ from thinwire.errors import ConfigError, nearest, type_name
 from thinwire.layout.layers import layers_of
 from thinwire.methods.options import fits
 from thinwire.optim import MATRIXWISE, NAMED, OPTIMIZERS, make_optimizer, options_of_optimizer
+from thinwire.optim.matrices import is_matrix
 from thinwire.run.spelled import options_in
 
 
@@ -76,8 +77,12 @@ def optimizer_over(text: str, model: nn.Module, lr: float, weight_decay: float, 
     inside = {param for layer in layers for param in layer.parameters()}
     groups: list[dict[str, Any]] = [{"params": matrices, **decay}, {"params": vectors, "weight_decay": 0.0}]
     if name in MATRIXWISE:
+
+        def turns(param: nn.Parameter) -> bool:
+            return param in inside and is_matrix(param)
+
         groups[:1] = [
-            {"params": [n for n in matrices if (trained[n] in inside) == orthogonal], **decay, "orthogonal": orthogonal}
+            {"params": [n for n in matrices if turns(trained[n]) == orthogonal], **decay, "orthogonal": orthogonal}
             for orthogonal in (True, False)
         ]
     if name in NAMED:

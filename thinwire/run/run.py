@@ -16,6 +16,7 @@ from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import Residency
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
@@ -144,9 +145,9 @@ def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertPa
     asked = config.optimizer or next(iter(fitting))
     name, _ = read_optimizer(asked, fitting)
     if strategy is not None and name not in fitting:
+        whose = f"--inner {strategy.inner.name}" if isinstance(strategy, IslandsMethod) else f"strategy {strategy.name}"
         raise ConfigError(
-            f"--optimizer {name} does not fit strategy {strategy.name}, which {strategy.optimizers_reason}"
-            f"{nearest(name, fitting)}"
+            f"--optimizer {name} does not fit {whose}, which {strategy.optimizers_reason}{nearest(name, fitting)}"
         )
     if name in WHOLE and name not in MESHED and config.mesh_shape.tensor > 1:
         raise ConfigError(

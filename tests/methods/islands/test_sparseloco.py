@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -161,6 +162,8 @@ def test_the_plan_knows_the_memory_and_the_bytes() -> None:
     ("options", "message"),
     [
         ({"error_decay": 1.5}, "nearest: 1"),
+        ({"error_decay": math.nan}, "error_decay nan: must be from 0 to 1; nearest: 0"),
+        ({"mix": 1.0}, "mix 1.0: .* nearest: 0.9"),
         ({"codec": "int2"}, "is a contraction"),
         ({"codec": "topk1%/32"}, "density"),
         ({"codec": "tokp1%"}, "did you mean"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Codec, TopK
+from thinwire.codecs.cosines import from_coefficients, to_coefficients
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
@@ -21,6 +22,8 @@ from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step, sides
 from thinwire.state.memory import MeanMerge, Place
 from thinwire.table import Row
+
+LARGEST_CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,17 @@ class DeMo(DDPMethod):
         check_types(self)
         if not 0 <= self.beta < 1:
             raise ConfigError(f"beta {self.beta} of demo: must be at least 0 and below 1; the usual: 0.999")
-        if not 1 <= self.chunk <= 4096:
-            raise ConfigError(f"chunk {self.chunk} of demo: must be from 1 to 4096; the usual: 64")
+        if not 1 <= self.chunk <= LARGEST_CHUNK:
+            possible = min(max(self.chunk, 1), LARGEST_CHUNK)
+            raise ConfigError(
+                f"chunk {self.chunk} of demo: must be from 1 to {LARGEST_CHUNK}; nearest: {possible}, the usual: 64"
+            )
         least = 1 / self.chunk**2
         if not least <= self.density <= 1:
             # Rounded up, so that it is valid itself.
             nearest = "1" if self.density > 1 else f"{least * (1 + 1e-5):.6g}"
+            larger = math.ceil(self.density**-0.5) if 0 < self.density < 1 else math.inf
+            nearest += f", or chunk {larger}" if larger <= LARGEST_CHUNK else ""
             rule = f"must be from 1 / chunk^2, {least:.6g} for chunk {self.chunk}, to 1; nearest: {nearest}"
             raise ConfigError(f"density {self.density} of demo: {rule}")
         self.codec(self.chunk * self.chunk)
@@ -99,23 +107,25 @@ class SignMean(Reduction):
         grads = dict(zip(bucket.names, bucket.grads, strict=True))
         sizes = [self._packet_bytes(grad.shape) for grad in bucket.grads]
         message = torch.empty(sum(sizes), dtype=torch.uint8)
-        fresh = {name: torch.add(grad, self.momentum[name], alpha=self.method.beta) for name, grad in grads.items()}
-        block_shapes: list[torch.Size] = []
+        held = {name: self.momentum[name] for name in grads}
+        fresh = {name: torch.add(grad, held[name], alpha=self.method.beta).contiguous() for name, grad in grads.items()}
+        # One parameter after another uses them, so that they stay in cache.
+        work = link.scratch("blocks", 2, max(grad.numel() for grad in bucket.grads), dtype=torch.float32)
         with link.timed("encode_s", OPERATION):
             for momentum, packet in zip(fresh.values(), message.split(sizes), strict=True):
-                codec, blocks = codec_of_shape(self.method, momentum.shape), to_blocks(momentum, self.method.chunk)
-                block_shapes.append(blocks.shape)
-                codec.encode(blocks.reshape(-1), out=packet)
-                sent = codec.decode(packet, momentum.numel()).view(blocks.shape)
-                momentum.sub_(from_blocks(sent, momentum.shape))
+                codec, flat = codec_of_shape(self.method, momentum.shape), work[0, : momentum.numel()]
+                blocks = to_blocks(momentum, self.method.chunk, flat)
+                codec.encode(flat, out=packet)
+                codec.decode(packet, flat.numel(), out=flat)
+                from_blocks(blocks, momentum, subtract=True)
         gathered = yield from all_gather_packets(link, message, OPERATION)
         with link.timed("decode_s", OPERATION):
             packets = gathered.flatten(0, 1).split(sizes, dim=-1)
-            for grad, parts, blocked in zip(grads.values(), packets, block_shapes, strict=True):
-                total, codec = torch.zeros(blocked), codec_of_shape(self.method, grad.shape)
-                for part in parts:
-                    codec.decode_add(part, total.view(-1))
-                update = from_blocks(total, grad.shape)
+            for grad, parts in zip(grads.values(), packets, strict=True):
+                codec, (total, update) = codec_of_shape(self.method, grad.shape), work[:, : grad.numel()].unbind()
+                codec.decode_sum(parts.unbind(), total.zero_(), add=True)
+                blocks = total.view(-1, *block_sides(grad.shape, self.method.chunk)[::-1])
+                from_blocks(blocks, update := update.view(grad.shape))
                 # torch's sign of NaN is 0, which would hide the damage.
                 grad.copy_(update.sign().add_(update, alpha=0.0))
         for name, momentum in fresh.items():
@@ -153,22 +163,11 @@ def block_sides(shape: torch.Size, chunk: int) -> tuple[int, int]:
     return rows, columns
 
 
-def to_blocks(x: Tensor, chunk: int) -> Tensor:
-    """The orthonormal DCT of each block: fp32 [block rows, block columns, rows, columns], stacks one below another."""
-    (rows, columns), width = block_sides(x.shape, chunk), sides(x.shape)[-1]
-    blocks = x.reshape(x.numel() // max(1, rows * width), rows, width // columns, columns).transpose(1, 2)
-    return dct(rows) @ blocks @ dct(columns).T
+def to_blocks(x: Tensor, chunk: int, out: Tensor) -> Tensor:
+    """out = the orthonormal DCT of each block: fp32 [blocks, columns, rows], those of stacks one after another."""
+    return to_coefficients(x.contiguous(), block_sides(x.shape, chunk), sides(x.shape)[-1], out)
 
 
-def from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor of this shape that has these coefficients."""
-    return (dct(blocks.shape[-2]).T @ blocks @ dct(blocks.shape[-1])).transpose(1, 2).reshape(shape)
-
-
-@functools.cache
-def dct(size: int) -> Tensor:
-    """The matrix of the orthonormal DCT-II: fp32 [size, size], a row for each frequency."""
-    frequency, place = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi * frequency * (2 * place + 1) / (2 * size)) * math.sqrt(2 / size)
-    matrix[0] /= math.sqrt(2)
-    return matrix.float()
+def from_blocks(blocks: Tensor, out: Tensor, *, subtract: bool = False) -> Tensor:
+    """out = the tensor that has these coefficients, or out -= it; contiguous."""
+    return from_coefficients(blocks, out, sides(out.shape)[-1], subtract=subtract)

@@ -77,7 +77,7 @@ class IslandsMethod(Front, Method):
         """The reason of the inner strategy, or of the ascent."""
         if self.climb is not None:
             return "climbs along a rank's whole gradient, of which a tensor axis leaves it a part: leave ascent out"
-        return self.inner.not_on_mesh
+        return self.of_inner(self.inner.not_on_mesh)
 
     @property
     def exchanges_every(self) -> int:
@@ -91,7 +91,11 @@ class IslandsMethod(Front, Method):
 
     def not_compiled(self, topology: Topology) -> str:
         """See Method; the inner strategy decides."""
-        return self.inner.not_compiled(topology)
+        return self.of_inner(self.inner.not_compiled(topology))
+
+    def of_inner(self, reason: str) -> str:
+        """What the inner strategy can't do, which follows its name, to follow this method's; empty: nothing."""
+        return f"trains its islands with {self.inner.name}, which {reason}" if reason else ""
 
     def check_model(self, model: nn.Module) -> None:
         """See `fragments`."""

@@ -92,7 +92,10 @@ class OuterMethod:
 
     def __post_init__(self) -> None:
         if not 0 <= self.mix < 1:
-            raise ConfigError(f"mix {self.mix}: must be at least 0, and below 1, at which nothing would be learnt")
+            nearest = 0.9 if self.mix >= 1 else 0
+            raise ConfigError(
+                f"mix {self.mix}: must be at least 0, and below 1, at which nothing would be learnt; nearest: {nearest}"
+            )
         if self.rejoin_steps < 0:
             raise ConfigError(f"rejoin_steps {self.rejoin_steps}: must be at least 0; nearest: 0")
         if self.pattern == "sequential" and self.num_fragments == 1:
@@ -112,7 +115,7 @@ class OuterMethod:
 
     def _check_feedback(self, decay: float) -> None:
         if not 0 <= decay <= 1:
-            raise ConfigError(f"error_decay {decay}: must be from 0 to 1; nearest: {min(max(decay, 0), 1)}")
+            raise ConfigError(f"error_decay {decay}: must be from 0 to 1; nearest: {1 if decay > 1 else 0}")
         if not self.codec.traits.contraction:
             raise ConfigError(
                 f"codec {self.codec} with error feedback: may lose more than it is given, and errors would grow; take "

@@ -64,7 +64,7 @@ def why_not_inside(method: Method | Connected, num_replicas: int) -> str:
     if isinstance(method, Connected):
         method = method.method
     if isinstance(method, IslandsMethod):
-        return CLIMBS if method.climb is not None else why_not_inside(method.inner, num_replicas)
+        return CLIMBS if method.climb is not None else method.of_inner(why_not_inside(method.inner, num_replicas))
     if isinstance(method, FSDPMethod):
         return ONCE_A_MICRO_BATCH
     if isinstance(method, ShardedMethod) and method.levels(Topology(num_replicas, 1)).weights_over > 1:

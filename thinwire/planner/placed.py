@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from thinwire.cost import Cores, Machine, Network, Work
 from thinwire.cost.closed import trip_s
+from thinwire.cost.machine import launch_of
 from thinwire.methods.options import FP32
 from thinwire.methods.pipeline import Costs
 from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES
@@ -32,7 +33,7 @@ class PlacedMachine(Grid):
     @classmethod
     def of(cls, machine: Machine, order: RankOrder, layer: str, num_layers: int, tensor: int = 1) -> PlacedMachine:
         """The machine with ranks in this order. layer: the kind of work of the model's layers."""
-        local, launch = machine.local_size, machine.rates.get(layer.replace("layer", "launch"), math.inf)
+        local, launch = machine.local_size, machine.rates.get(launch_of(layer), math.inf)
         flops, nodes = machine.rates[layer], machine.num_ranks // local
         pairs = [(order[at], order[at + 1]) for at in range(0, len(order) - 1) if (at + 1) % tensor]
         rate = min((machine.fabric.rates[a][b] for a, b in pairs), default=math.inf)

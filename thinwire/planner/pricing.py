@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,52 +15,29 @@ from thinwire.collectives import Topology
 from thinwire.cost import Machine, Timeline, Work, simulate
 from thinwire.cost.closed import pipette_s, ring_s, trip_s
 from thinwire.cost.graph import ROUND
+from thinwire.cost.machine import LAYER, MIXTURE
 from thinwire.cost.simulate import COMMUNICATION, TRAINING
 from thinwire.errors import ConfigError
+from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.memory import Floor, Residency, placed as parts_of, resident_method, settled
 from thinwire.methods.pipeline.inside import check_inside
-from thinwire.methods.sequence import SequenceParallel, Shape, choose_layout, link_seconds, sent as sent_on
-from thinwire.models import Llama
+from thinwire.methods.sequence.inside import check_strategy
+from thinwire.models import Llama, MoELlama
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.tensor import cut_skeleton
+from thinwire.options import Tables
+from thinwire.planner.attention import AttentionCost, attention_of
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.forward import layer_and_ends
+from thinwire.planner.islands import price_islands, roughly_islands
 from thinwire.planner.memory import Estimator, Offset, Recorded, features_of
+from thinwire.planner.mixture import dense_of, price_experts
 from thinwire.planner.order import RankOrder, annealed
 from thinwire.planner.placed import PlacedMachine
 from thinwire.planner.search import Priced
 from thinwire.planner.stages import Stages, stages_of
 from thinwire.registry import check_on_mesh
-
-
-@dataclass(frozen=True)
-class AttentionCost:
-    """A layer's messages, forward and backward, while ranks share sequences. sent: bytes by (from, to)."""
-
-    seconds: float = 0.0
-    sent: Mapping[tuple[int, int], float] = field(default_factory=dict)
-
-    def sent_by(self, rank: int) -> float:
-        """Bytes that a rank sends."""
-        return sum(num_bytes for (source, _), num_bytes in self.sent.items() if source == rank)
-
-
-def attention_of(config: LlamaConfig, machine: Machine, way: Candidate, seq_len: int) -> AttentionCost:
-    """The attention of `way.sequence` neighbours, in the layout that is the fastest on the slowest of their links."""
-    options = SequenceParallel(parallel=way.sequence)
-    codecs = options.codec("activations"), options.codec("gradients")
-    head = config.hidden_size // config.num_attention_heads
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, head, way.micro_batch * seq_len)
-    seconds, every = 0.0, dict[tuple[int, int], float]()
-    for first in range(0, machine.num_ranks, way.sequence):
-        links = machine.part(range(first, first + way.sequence)).fabric
-        local = max(links.nodes.count(node) for node in links.nodes)
-        layout, _ = choose_layout(options, shape, local, links)
-        sent = sent_on(layout, shape, *codecs)
-        seconds = max(seconds, link_seconds(layout, sent, links))
-        every |= {(first + a, first + b): float(num_bytes) for (a, b), num_bytes in sent.items()}
-    return AttentionCost(seconds, every)
 
 
 @dataclass(frozen=True)
@@ -76,7 +53,8 @@ class Staged:
 class Pricing:
     """Prices candidates for one model on one machine.
 
-    methods: by name of the strategy. dtype: the compute type. estimator: of the memory of a process.
+    methods: by name of the strategy, and of the method of islands. dtype: the compute type. estimator: of the memory of
+    a process. tables: options that are stated.
     """
 
     model: Llama
@@ -85,6 +63,9 @@ class Pricing:
     seq_len: int
     dtype: str
     estimator: Estimator = field(default_factory=Offset)
+    tables: Tables = field(default_factory=dict)
+    spreads: dict[Hashable, dict[tuple[str, str], int]] = field(default_factory=dict)
+    _parts: dict[tuple[int, ...], Pricing] = field(default_factory=dict)
     _cut: dict[int, Llama] = field(default_factory=dict)
     _attentions: dict[Hashable, AttentionCost] = field(default_factory=dict)
     _orders: dict[Hashable, tuple[RankOrder, float]] = field(default_factory=dict)
@@ -93,7 +74,23 @@ class Pricing:
     @cached_property
     def layer(self) -> str:
         """The kind of work of the model's layers."""
-        return self.machine.layer(self.model.config.hidden_size, self.dtype)
+        kind = MIXTURE if isinstance(self.model, MoELlama) else LAYER
+        return self.machine.layer(self.model.config.hidden_size, self.dtype, kind)
+
+    @cached_property
+    def config(self) -> LlamaConfig:
+        """Sizes of a dense model of the same work: a token of a mixture passes through some of its experts."""
+        return dense_of(self.model.config)
+
+    def on(self, ranks: Sequence[int]) -> Pricing:
+        """The same on some of the ranks."""
+        key = tuple(ranks)
+        if key not in self._parts:
+            self._parts[key] = replace(
+                self, machine=self.machine.part(ranks), spreads={}, _parts={}, _attentions={}, _orders={},
+                _plans={},
+            )  # fmt: skip
+        return self._parts[key]
 
     @cached_property
     def nodes(self) -> RankOrder:
@@ -106,7 +103,7 @@ class Pricing:
 
     def counted(self, way: Candidate, counted_bytes: float) -> Recorded:
         """What is known of a process with this many bytes of weights, states and activations."""
-        return Recorded(features_of(self.model.config, way), counted_bytes, self.machine.base_bytes)
+        return Recorded(features_of(self.config, way), counted_bytes, self.machine.base_bytes)
 
     def placed(self, order: RankOrder, tensor: int = 1) -> PlacedMachine:
         """The machine with its ranks in this order."""
@@ -124,30 +121,36 @@ class Pricing:
 
         That is a third of the fixed cost of a pass, and of the messages inside its layers, which nothing hides.
         """
-        layer, ends = layer_and_ends(self.model.config, self.seq_len, tensor=way.tensor)
+        layer, ends = layer_and_ends(self.config, self.seq_len, tensor=way.tensor)
         grid = self.placed(self.ranks_of(self.nodes), way.tensor)
         num_layers = len(self.model.model.layers)
         operations = way.micro_batch * (num_layers * layer.operations + ends.operations) / way.sequence
-        sum_s = grid.sum_s(4.0 * way.micro_batch * self.seq_len * self.model.config.hidden_size, way.tensor)
+        features = way.micro_batch * self.seq_len * self.config.hidden_size / way.sequence
+        sum_s = grid.sum_s(4.0 * features, way.tensor)
         inside_s = num_layers * (4 * sum_s + self.attention(way).seconds / grid.busy)
         return operations + (grid.pass_s + inside_s) * grid.flops / 3
 
     def roughly(self, way: Candidate) -> float:
         """Seconds of a step by closed forms, in the best order by closed forms.
 
-        Used to select candidates to simulate.
+        Used to select candidates to simulate. Raises ConfigError for a strategy that can't train so.
         """
+        if way.outer:
+            return roughly_islands(self, way)
+        self._check(way)
         return self._best(way)[1]
 
     def price(self, way: Candidate) -> Priced:
         """Simulate a candidate. Raises ConfigError for one that can't run."""
-        if way.tensor > 1:
-            check_on_mesh(self.methods[way.strategy])
+        if way.outer:
+            return price_islands(self, way)
+        self._check(way)
+        if way.experts > 1:
+            return price_experts(self, way)
         if way.memory:
             return self._resident(way)
         if way.stages == 1:
             return self._alone(way)
-        check_inside(self.methods[way.strategy], way.replicas)
         order = self._best(way)[0]
         staged = self.staged(way, order)
         grid, stages, exchanges = staged.grid, staged.stages, staged.exchanges
@@ -168,23 +171,39 @@ class Pricing:
         link_s = max(num / rates[a][b] for (a, b), num in stages.link_bytes.items()) + exchange_s
         return Priced(way, step_s, stages.bubble, memory, min(link_s, step_s), order, terms, counted)
 
+    def _check(self, way: Candidate) -> None:
+        """Raise ConfigError for a strategy that can't train on a candidate's mesh."""
+        method = self.methods[way.strategy]
+        if way.tensor > 1:
+            check_on_mesh(method)
+        if way.sequence > 1:
+            check_strategy(method)
+        if way.experts > 1:
+            check_data_method(method)
+        if way.stages > 1:
+            check_inside(method, way.replicas)
+
     def staged(self, way: Candidate, order: RankOrder) -> Staged:
         """The simulated step of a candidate with stages, its ranks in this order. Raises ConfigError."""
         grid = self.placed(order, way.tensor)
         sizes = (way.stages, way.num_micro_batches, way.micro_batch)
-        stages = stages_of(self.cut(way.tensor), way.pipeline, *sizes, self.seq_len, grid, tensor=way.tensor)
+        attention_s = self.attention(way).seconds / grid.busy
+        stages = stages_of(
+            self.cut(way.tensor), way.pipeline, *sizes, self.seq_len, grid, tensor=way.tensor,
+            sequence=way.sequence, attention_s=attention_s,
+        )  # fmt: skip
         return Staged(grid, stages, tuple(self._exchange(way, stages, stage, grid) for stage in range(way.stages)))
 
     def simulated(self, way: Candidate) -> Timeline:
         """The simulated step of a candidate without stages."""
         grid, work = self.placed(self.ranks_of(self.nodes), way.tensor), Work(self.layer, self.forward_of(way))
         method, model = self.methods[way.strategy], self.cut(way.tensor)
-        graph = method.schedule(model, self._replicas(way), way.num_micro_batches, work)
+        graph = method.schedule(model, self.replicas(way), way.num_micro_batches, work)
         return simulate(graph, grid.part(grid.groups(1)[0]))
 
     def _alone(self, way: Candidate) -> Priced:
         timeline = self.simulated(way)
-        layer, ends = layer_and_ends(self.model.config, self.seq_len, tensor=way.tensor)
+        layer, ends = layer_and_ends(self.config, self.seq_len, tensor=way.tensor)
         kept = way.micro_batch * (len(self.model.model.layers) * layer.kept_bytes + ends.kept_bytes) / way.sequence
         plan = self._plan_of(way, self.cut(way.tensor))
         attention = way.num_micro_batches * len(self.model.model.layers) * self.attention(way).sent_by(0)
@@ -206,8 +225,8 @@ class Pricing:
         if math.inf in (written, read):
             raise ConfigError("the disk was not measured; nearest: thinwire calibrate --disk FOLDER")
         whole = self._alone(replace(way, memory=""))
-        place = resident_method(self.methods[way.strategy]), self.model, self._replicas(way), way.num_micro_batches
-        layer, ends = layer_and_ends(self.model.config, self.seq_len)
+        place = resident_method(self.methods[way.strategy]), self.model, self.replicas(way), way.num_micro_batches
+        layer, ends = layer_and_ends(self.config, self.seq_len)
         num_layers = len(self.model.model.layers)
         borders = 4 * num_layers * self.seq_len * self.model.config.hidden_size
         kept = {
@@ -244,7 +263,7 @@ class Pricing:
         compute_s = operations / machine.rates[self.layer] * busy / min(machine.speeds or (1.0,))
         if way.stages == 1:
             return self.ranks_of(self.nodes), way.num_micro_batches * compute_s + self._link_s(way)
-        key = (way.stages, way.tensor, way.strategy, way.num_micro_batches, way.micro_batch, way.borders)
+        key = (way.stages, way.tensor, way.sequence, way.strategy, way.num_micro_batches, way.micro_batch, way.borders)
         if key not in self._orders:
             self._orders[key] = self._searched(way, compute_s)
         return self._orders[key]
@@ -252,7 +271,7 @@ class Pricing:
     def _searched(self, way: Candidate, compute_s: float) -> tuple[RankOrder, float]:
         """The best order by closed forms, and a step's seconds."""
         machine = self.machine
-        features = way.micro_batch * self.seq_len * self.model.config.hidden_size
+        features = way.micro_batch * self.seq_len * self.model.config.hidden_size // way.sequence
         crossing, fabric = way.pipeline.crossing(0), machine.fabric
         sizes = [crossing.packet_bytes(to, features, torch.float32) / way.tensor for to in ("forward", "backward")]
         whole = self._plan_of(way, self.cut(way.tensor)).sent_on("inter") if way.replicas > 1 else 0.0
@@ -267,7 +286,7 @@ class Pricing:
         nodes, seconds = annealed(cost, self.nodes)
         return self.ranks_of(nodes), seconds
 
-    def _replicas(self, way: Candidate) -> Topology:
+    def replicas(self, way: Candidate) -> Topology:
         """The ranks of one stage that the strategy joins."""
         num = way.sharing
         local = min(self.machine.local_size // way.tensor, num)
@@ -277,18 +296,18 @@ class Pricing:
         shapes = tuple(param.shape for param in part.parameters())
         key = (way.strategy, way.sharing, way.tensor, way.num_micro_batches, shapes)
         if key not in self._plans:
-            self._plans[key] = self.methods[way.strategy].plan(part, self._replicas(way), way.num_micro_batches)
+            self._plans[key] = self.methods[way.strategy].plan(part, self.replicas(way), way.num_micro_batches)
         return self._plans[key]
 
     def _exchange(self, way: Candidate, stages: Stages, stage: int, grid: PlacedMachine) -> Timeline:
         """The messages between the replicas of a stage after its last backward."""
         nothing = Work(self.layer, 0.0)
-        graph = self.methods[way.strategy].schedule(stages.parts[stage], self._replicas(way), 1, nothing)
+        graph = self.methods[way.strategy].schedule(stages.parts[stage], self.replicas(way), 1, nothing)
         return simulate(graph, grid.part(grid.groups(way.stages)[stage]))
 
     def attention(self, way: Candidate) -> AttentionCost:
         """The messages of one layer's attention, if ranks share sequences: of neighbours, in the fastest layout."""
-        key = (way.sequence, way.micro_batch)
+        key = (way.sequence, way.tensor, way.micro_batch)
         if way.sequence > 1 and key not in self._attentions:
-            self._attentions[key] = attention_of(self.model.config, self.machine, way, self.seq_len)
+            self._attentions[key] = attention_of(self.config, self.machine, way, self.seq_len)
         return self._attentions.get(key, AttentionCost())

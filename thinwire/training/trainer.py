@@ -109,7 +109,9 @@ class Trainer:
         if reunion is not None and self.reporter is not None:
             how = run.pipeline.recover if run.pipeline else ""
             self.reporter.membership(reunion.event(how, survivor.lost_at if survivor else began))
-        self._planned = Planned(run.config, self.optimizer.everyone, self._warn) if run.config.plan else None
+        islands = self.place.island.num_islands
+        comm = self.optimizer.everyone
+        self._planned = Planned(run.config, comm, self._warn, islands) if run.config.plan else None
         if not generation:
             self._arm_faults()
             patience().announce = self._tell

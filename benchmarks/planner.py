@@ -85,6 +85,7 @@ def in_lab(spec: LabSpec, words: list[str]) -> None:
     """Run a command of thinwire on every node of the lab. Raises CalledProcessError."""
     flags = ["--nodes", str(spec.nodes), "--rate", spec.rate or "none"]
     flags += [word for node, rate in spec.slow.items() for word in ("--slow", f"{node}={rate}")]
+    flags += [word for (a, b), rate in spec.link.items() for word in ("--link", f"{a}-{b}={rate}")]
     thinwire = [sys.executable, "-m", "thinwire"]
     subprocess.run([*thinwire, "lab", *flags, "--", *thinwire, *words], check=True, stdout=subprocess.DEVNULL)
 

@@ -76,3 +76,12 @@ def test_cells_that_are_known_are_not_measured_again(tmp_path: Path, monkeypatch
     assert (
         page.read_text().count("| rate=50mbit") == 4 and "| `thinwire plan` | 0 | 1.050 | 1.100 |" in page.read_text()
     )
+
+
+def test_the_lab_has_all_that_a_network_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(planner.subprocess, "run", lambda words, **_: asked.append(words))
+    spec = planner.LabSpec(nodes=4, rate="100mbit", slow={3: "25mbit"}, link={(0, 1): "20mbit"})
+    planner.in_lab(spec, ["calibrate"])
+    words = asked[0][asked[0].index("lab") + 1 : asked[0].index("--")]
+    assert words == "--nodes 4 --rate 100mbit --slow 3=25mbit --link 0-1=20mbit".split()

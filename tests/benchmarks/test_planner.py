@@ -84,4 +84,4 @@ def test_the_lab_has_all_that_a_network_says(monkeypatch: pytest.MonkeyPatch) ->
     spec = planner.LabSpec(nodes=4, rate="100mbit", slow={3: "25mbit"}, link={(0, 1): "20mbit"})
     planner.in_lab(spec, ["calibrate"])
     words = asked[0][asked[0].index("lab") + 1 : asked[0].index("--")]
-    assert words == "--nodes 4 --rate 100mbit --slow 3=25mbit --link 0-1=20mbit".split()
+    assert words == ["--nodes", "4", "--rate", "100mbit", "--slow", "3=25mbit", "--link", "0-1=20mbit"]

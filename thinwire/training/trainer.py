@@ -97,7 +97,6 @@ class Trainer:
         self.step = 0
         load_report = self._begin(saved, reunion, survivor)
         self._watchdog = Watchdog(run.config.dead_steps)
-        self._traffic = self._first_traffic = self.optimizer.meter.snapshot()
         self._first_step = self.step
         self._moved = self._moved_so_far()
         self.reporter: Reporter | None = None if survivor is None else survivor.reporter
@@ -112,6 +111,8 @@ class Trainer:
         islands = self.place.island.num_islands
         comm = self.optimizer.everyone
         self._planned = Planned(run.config, comm, self._warn, islands) if run.config.plan else None
+        # What measuring the links sent belongs to no step.
+        self._traffic = self._first_traffic = self.optimizer.meter.snapshot()
         if not generation:
             self._arm_faults()
             patience().announce = self._tell

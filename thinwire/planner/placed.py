@@ -17,6 +17,12 @@ from thinwire.planner.order import RankOrder
 from thinwire.planner.stages import Grid
 
 
+def groups_of(order: Sequence[int], stages: int, tensor: int = 1) -> list[list[int]]:
+    """The ranks of each stage, of ranks in this order; of each tensor axis the first."""
+    size = len(order) // stages
+    return [list(order[stage * size : (stage + 1) * size : tensor]) for stage in range(stages)]
+
+
 @dataclass(frozen=True)
 class PlacedMachine(Grid):
     """A measured machine with a rank in each place; ranks of a tensor axis are neighbours, then replicas. See Grid.
@@ -49,8 +55,7 @@ class PlacedMachine(Grid):
 
     def groups(self, stages: int) -> list[list[int]]:
         """The ranks of each stage."""
-        size = self.num_ranks // stages
-        return [list(self.order[stage * size :][: size : self.tensor]) for stage in range(stages)]
+        return groups_of(self.order, stages, self.tensor)
 
     @property
     def busy(self) -> float:

@@ -8,12 +8,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.cost import Machine, Timeline, Work, simulate
-from thinwire.cost.closed import pipette_s, ring_s, trip_s
 from thinwire.cost.graph import ROUND
 from thinwire.cost.machine import LAYER, MIXTURE
 from thinwire.cost.simulate import COMMUNICATION, TRAINING
@@ -33,8 +31,9 @@ from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.islands import price_islands, roughly_islands
 from thinwire.planner.memory import Estimator, Offset, Recorded, features_of
 from thinwire.planner.mixture import dense_of, price_experts
-from thinwire.planner.order import RankOrder, annealed
+from thinwire.planner.order import RankOrder
 from thinwire.planner.placed import PlacedMachine
+from thinwire.planner.rough import best_order, link_s, rough_s
 from thinwire.planner.search import Priced
 from thinwire.planner.stages import Stages, stages_of
 from thinwire.registry import check_on_mesh
@@ -54,7 +53,8 @@ class Pricing:
     """Prices candidates for one model on one machine.
 
     methods: by name of the strategy, and of the method of islands. dtype: the compute type. estimator: of the memory of
-    a process. tables: options that are stated.
+    a process. tables: options that are stated. spreads, orders: what islands exchange, and the best orders of nodes,
+    once they are known.
     """
 
     model: Llama
@@ -65,10 +65,10 @@ class Pricing:
     estimator: Estimator = field(default_factory=Offset)
     tables: Tables = field(default_factory=dict)
     spreads: dict[Hashable, dict[tuple[str, str], int]] = field(default_factory=dict)
+    orders: dict[Hashable, RankOrder] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], Pricing] = field(default_factory=dict)
     _cut: dict[int, Llama] = field(default_factory=dict)
     _attentions: dict[Hashable, AttentionCost] = field(default_factory=dict)
-    _orders: dict[Hashable, tuple[RankOrder, float]] = field(default_factory=dict)
     _plans: dict[Hashable, MethodPlan] = field(default_factory=dict)
 
     @cached_property
@@ -87,8 +87,7 @@ class Pricing:
         key = tuple(ranks)
         if key not in self._parts:
             self._parts[key] = replace(
-                self, machine=self.machine.part(ranks), spreads={}, _parts={}, _attentions={}, _orders={},
-                _plans={},
+                self, machine=self.machine.part(ranks), spreads={}, orders={}, _parts={}, _attentions={}, _plans={},
             )  # fmt: skip
         return self._parts[key]
 
@@ -138,7 +137,7 @@ class Pricing:
         if way.outer:
             return roughly_islands(self, way)
         self._check(way)
-        return self._best(way)[1]
+        return rough_s(self, way)
 
     def price(self, way: Candidate) -> Priced:
         """Simulate a candidate. Raises ConfigError for one that can't run."""
@@ -151,13 +150,13 @@ class Pricing:
             return self._resident(way)
         if way.stages == 1:
             return self._alone(way)
-        order = self._best(way)[0]
+        order = best_order(self, way)
         staged = self.staged(way, order)
         grid, stages, exchanges = staged.grid, staged.stages, staged.exchanges
         exchange_s = max(timeline.makespan_s for timeline in exchanges)
         first, last = grid.slowest(way.stages)[0], grid.slowest(way.stages)[-1]
         tied_s = stages.tied_bytes / min(grid.machine.fabric.rates[first][last], grid.machine.fabric.rates[last][first])
-        plans = [self._plan_of(way, stages.parts[stage]) for stage in range(way.stages)]
+        plans = [self.plan_of(way, stages.parts[stage]) for stage in range(way.stages)]
         counted = self.counted(way, max(stages.memory_bytes(stage, plan) for stage, plan in enumerate(plans)))
         memory = self.estimator.peak_bytes(counted)
         step_s = stages.step_s + exchange_s + tied_s
@@ -168,8 +167,8 @@ class Pricing:
             "pipeline_s": stages.step_s, "sent_bytes": sent, "peak_rss_bytes": memory,
         }  # fmt: skip
         rates = grid.links(way.stages).rates
-        link_s = max(num / rates[a][b] for (a, b), num in stages.link_bytes.items()) + exchange_s
-        return Priced(way, step_s, stages.bubble, memory, min(link_s, step_s), order, terms, counted)
+        on_link_s = max(num / rates[a][b] for (a, b), num in stages.link_bytes.items()) + exchange_s
+        return Priced(way, step_s, stages.bubble, memory, min(on_link_s, step_s), order, terms, counted)
 
     def _check(self, way: Candidate) -> None:
         """Raise ConfigError for a strategy that can't train on a candidate's mesh."""
@@ -205,7 +204,7 @@ class Pricing:
         timeline = self.simulated(way)
         layer, ends = layer_and_ends(self.config, self.seq_len, tensor=way.tensor)
         kept = way.micro_batch * (len(self.model.model.layers) * layer.kept_bytes + ends.kept_bytes) / way.sequence
-        plan = self._plan_of(way, self.cut(way.tensor))
+        plan = self.plan_of(way, self.cut(way.tensor))
         attention = way.num_micro_batches * len(self.model.model.layers) * self.attention(way).sent_by(0)
         counted = self.counted(way, sum(plan.memory.values()) + kept)
         memory = self.estimator.peak_bytes(counted)
@@ -216,8 +215,8 @@ class Pricing:
             "sent_bytes": sum(timeline.graph.sent(0).values()) + attention, "peak_rss_bytes": memory,
         }  # fmt: skip
         order = self.ranks_of(self.nodes)
-        link_s = min(self._link_s(way), step_s)
-        return Priced(way, step_s, 1 - compute_s / step_s, memory, link_s, order, terms, counted)
+        on_link_s = min(link_s(self, way), step_s)
+        return Priced(way, step_s, 1 - compute_s / step_s, memory, on_link_s, order, terms, counted)
 
     def _resident(self, way: Candidate) -> Priced:
         """The costs of a candidate of which a part lies on a disk: what a step moves is not hidden by computing."""
@@ -246,53 +245,14 @@ class Pricing:
         terms = {**whole.terms, "step_s": step_s, "compute_s": whole.terms["compute_s"] + again_s}
         return replace(whole, candidate=way, step_s=step_s, memory_bytes=min(budget, whole.memory_bytes), terms=terms)
 
-    def _link_s(self, way: Candidate) -> float:
-        """Seconds of the slowest pair's messages, if all ranks send the same."""
-        plan = self._plan_of(way, self.cut(way.tensor))
-        crossing, fabric, local = plan.sent_on("inter"), self.machine.fabric, self.machine.local_size
-        others = max(1, len(self.nodes) - 1)
-        pairs = [pair for pair in fabric.pairs if fabric.ports(pair)]
-        slowest = min((fabric.rates[a][b] for a, b in pairs), default=math.inf)
-        ports = min(fabric.port_rates().values(), default=math.inf)
-        of_node = local * crossing if plan.crossing is None else plan.crossing
-        return max(crossing / others / slowest, of_node / ports)
-
-    def _best(self, way: Candidate) -> tuple[RankOrder, float]:
-        machine, operations = self.machine, 3 * self.forward_of(way)
-        busy = self.placed(self.ranks_of(self.nodes)).busy
-        compute_s = operations / machine.rates[self.layer] * busy / min(machine.speeds or (1.0,))
-        if way.stages == 1:
-            return self.ranks_of(self.nodes), way.num_micro_batches * compute_s + self._link_s(way)
-        key = (way.stages, way.tensor, way.sequence, way.strategy, way.num_micro_batches, way.micro_batch, way.borders)
-        if key not in self._orders:
-            self._orders[key] = self._searched(way, compute_s)
-        return self._orders[key]
-
-    def _searched(self, way: Candidate, compute_s: float) -> tuple[RankOrder, float]:
-        """The best order by closed forms, and a step's seconds."""
-        machine = self.machine
-        features = way.micro_batch * self.seq_len * self.model.config.hidden_size // way.sequence
-        crossing, fabric = way.pipeline.crossing(0), machine.fabric
-        sizes = [crossing.packet_bytes(to, features, torch.float32) / way.tensor for to in ("forward", "backward")]
-        whole = self._plan_of(way, self.cut(way.tensor)).sent_on("inter") if way.replicas > 1 else 0.0
-        sent = way.tensor * whole / way.stages / 2
-
-        def cost(nodes: RankOrder) -> float:
-            grid = self.placed(self.ranks_of(nodes), way.tensor)
-            trip = max(trip_s(ranks, fabric, *sizes) for ranks in grid.pipelines(way.stages))
-            ring = max(ring_s(ranks, fabric, sent) for ranks in grid.groups(way.stages))
-            return pipette_s(way.stages, way.num_micro_batches, compute_s / way.stages, trip, ring)
-
-        nodes, seconds = annealed(cost, self.nodes)
-        return self.ranks_of(nodes), seconds
-
     def replicas(self, way: Candidate) -> Topology:
         """The ranks of one stage that the strategy joins."""
         num = way.sharing
         local = min(self.machine.local_size // way.tensor, num)
         return Topology(num // local, local) if num % local == 0 else Topology(num, 1)
 
-    def _plan_of(self, way: Candidate, part: nn.Module) -> MethodPlan:
+    def plan_of(self, way: Candidate, part: nn.Module) -> MethodPlan:
+        """The strategy's plan of a part of the model, on the ranks that it joins."""
         shapes = tuple(param.shape for param in part.parameters())
         key = (way.strategy, way.sharing, way.tensor, way.num_micro_batches, shapes)
         if key not in self._plans:

@@ -53,6 +53,8 @@ def test_short_runs_say_nothing_of_a_loss(tmp_path: Path) -> None:
     assert short.unknown == {"diloco"}
     missing = objective_of(methods_of(("zero",), {}), tmp_path / "none.json")
     assert "no runs" in missing.why and not missing.unknown
+    silent = recorded(tmp_path / "silent.json", 5000, zero=None)
+    assert "do not say in how many steps" in objective_of(methods_of(("zero",), {}), silent).why
     never = recorded(tmp_path / "never.json", 5000, zero=4000.0, slow=None)
     assert objective_of(methods_of(("zero", "sparseloco"), {}), never).unknown == {"sparseloco"}
 

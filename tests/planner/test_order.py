@@ -12,6 +12,7 @@ from thinwire.cost.closed import amp_s, bubble, pipette_s, ring_s, trip_s
 from thinwire.methods.pipeline import Costs, plan, simulate
 from thinwire.planner import order
 from thinwire.planner.order import RankOrder, annealed
+from thinwire.planner.rough import is_even
 
 
 def simulated(stages: int, micro_batches: int, message_s: float) -> float:
@@ -102,3 +103,13 @@ def test_racks_hold_what_sends_most(message: float, gradient: float, inside: boo
     found, _ = annealed(cost, range(8))
     whole = [len({rank % 2 for rank in found[each::2]}) == 1 for each in range(2)]
     assert all(whole) == inside
+
+
+def test_links_that_are_all_alike_need_no_order() -> None:
+    assert is_even(Network.even(4, 10.0, 0.1)) and is_even(Network.even(1)) and is_even(Network.even(2, local_size=2))
+    rates = [[10.0] * 3 for _ in range(3)]
+    for rate, is_alike in ((9.8, True), (9.0, False)):
+        rates[0][1] = rate
+        assert is_even(Network((0, 1, 2), tuple(map(tuple, rates)), ((0.0,) * 3,) * 3)) == is_alike
+    far = ((0.0, 0.02, 0.0), (0.0,) * 3, (0.0,) * 3)
+    assert not is_even(Network((0, 1, 2), ((10.0,) * 3,) * 3, far))

@@ -56,6 +56,8 @@ def objective_of(methods: Mapping[str, Method], recorded: Path = RECORDED) -> Ob
     if exact is None:
         sizes = ", ".join(dict.fromkeys(f"{row['steps']:,} steps of {row['model']}" for row in rows)) or "no runs"
         why = f"seconds a token: docs/methods.md shows {sizes}, and what is learnt from a token takes {LEAST_STEPS:,}"
+        if long:
+            why = "seconds a token: the runs of docs/methods.md do not say in how many steps they came near the loss"
         return Objective({}, why, frozenset(methods.keys() - as_exact.keys()))
     own = [row for row in long if row["model"] == exact["model"] and row["steps"] == exact["steps"]]
     known = as_exact | dict(measured(methods, own, exact["steps_to"]))

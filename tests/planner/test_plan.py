@@ -29,6 +29,7 @@ from thinwire.methods.islands.diloco import DiLoCo
 from thinwire.models import build_skeleton
 from thinwire.planner import plan as module
 from thinwire.planner.candidates import candidates
+from thinwire.planner.islands import price
 from thinwire.planner.plan import plan
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.planner.written import show
@@ -93,7 +94,7 @@ def test_the_chosen_way_is_near_the_best_of_all_ways_in_all_orders() -> None:
         best = math.inf
         for way in candidates(4, 4, 8, ("zero", "sdp4bit"), tables["pipeline"], 2):
             if way.stages == stages == 1:
-                best = min(best, found.pricing.price(way).step_s)
+                best = min(best, price(found.pricing, way).step_s)
             elif way.stages == stages:
                 for rest in itertools.permutations(range(1, 4)):
                     staged = found.pricing.staged(way, (0, *rest))

@@ -12,7 +12,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.layout.mesh import MeshShape
 from thinwire.models import Llama
 from thinwire.models.llama import PRESETS
-from thinwire.planner.candidates import Axes, candidates
+from thinwire.planner.candidates import AxisSizes, candidates
 from thinwire.planner.command import run_explain
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.forward import forward_of, layer_and_ends
@@ -141,7 +141,7 @@ def test_replicas_on_one_node_share_its_link() -> None:
 
 
 def test_candidates_are_the_ways_that_exist() -> None:
-    found = list(candidates(8, 4, 32, ["zero", "sdp4bit"], {"plan": "1f1b"}, axes=Axes(tensors=(1, 2))))
+    found = list(candidates(8, 4, 32, ["zero", "sdp4bit"], {"plan": "1f1b"}, axes=AxisSizes(tensors=(1, 2))))
     assert len(set(found)) == len(found)
     assert {(each.stages, each.tensor) for each in found} == set(product((1, 2, 4), (1, 2)))
     for each in found:
@@ -150,7 +150,7 @@ def test_candidates_are_the_ways_that_exist() -> None:
         assert each.pipeline.plan == "1f1b"
         assert each.num_ranks == 8 and not each.not_yet
     # Those that the house can't train yet are listed, and say so; the rule is the mesh's own.
-    axes = Axes(tensors=(1, 2), sequences=(1, 2), islands=(2,))
+    axes = AxisSizes(tensors=(1, 2), sequences=(1, 2), islands=(2,))
     found = list(candidates(4, 4, 8, ["zero"], {"plan": "1f1b"}, 1, axes, ["diloco"]))
     assert len(set(found)) == len(found)
     for each in found:

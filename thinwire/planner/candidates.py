@@ -117,7 +117,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Axes:
+class AxisSizes:
     """The numbers of ranks to try on some axes.
 
     Attributes:
@@ -137,7 +137,7 @@ class Axes:
 
 def candidates(
     num_ranks: int, num_layers: int, num_sequences: int, strategies: Sequence[str], stated: Mapping[str, Any],
-    largest: int = LARGEST_MICRO_BATCH, axes: Axes | None = None, outers: Sequence[str] = (),
+    largest: int = LARGEST_MICRO_BATCH, axes: AxisSizes | None = None, outers: Sequence[str] = (),
 ) -> Iterator[Candidate]:  # fmt: skip
     """All ways to train `num_sequences` in a step, sorted so that those that change less of the training come first.
 
@@ -146,7 +146,7 @@ def candidates(
     stated: options of the pipeline that are fixed. largest: largest micro-batch. outers: methods of islands. If a
     strategy has a single rank, it sends nothing, and the first one stands for all.
     """
-    axes = axes or Axes()
+    axes = axes or AxisSizes()
     sizes = strategies, stated, largest, axes
     yield from of_one_island(num_ranks, num_layers, num_sequences, *sizes)
     for islands, outer in product(axes.islands, outers):
@@ -157,7 +157,7 @@ def candidates(
 
 def of_one_island(
     num_ranks: int, num_layers: int, num_sequences: int, strategies: Sequence[str], stated: Mapping[str, Any],
-    largest: int, axes: Axes,
+    largest: int, axes: AxisSizes,
 ) -> Iterator[Candidate]:  # fmt: skip
     """Yield the candidates without islands."""
     default = (Pipeline.forward, Pipeline.backward)

@@ -12,7 +12,7 @@ from thinwire.planner.objective import Objective, methods_of, objective_of
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """The strategies of a search.
 
     Attributes:
@@ -38,7 +38,7 @@ class Choice:
         return ""
 
 
-def choice_of(strategies: Sequence[str] | None, tables: Tables) -> Choice:
+def choice_of(strategies: Sequence[str] | None, tables: Tables) -> StrategyChoice:
     """The choice among these strategies; None: those of CHOSEN_FROM, and islands of which it is known what they learn.
 
     Raises ConfigError with all errors at once.
@@ -52,4 +52,4 @@ def choice_of(strategies: Sequence[str] | None, tables: Tables) -> Choice:
     if strategies is None and objective.unknown:
         left_out = objective.unknown
         objective = objective_of({name: method for name, method in methods.items() if name not in left_out})
-    return Choice(inner, outer, methods, objective, bool(plain), left_out)
+    return StrategyChoice(inner, outer, methods, objective, bool(plain), left_out)

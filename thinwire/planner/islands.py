@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from thinwire.collectives import Topology
 from thinwire.cost import Work, simulate
@@ -16,14 +15,19 @@ from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import check_stages
 from thinwire.methods.schedule import END, Hop, PlannedExchange, PlannedExchanges, draw
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.prices import price_one
+from thinwire.planner.pricing import Pricing
+from thinwire.planner.rough import rough_s
 from thinwire.planner.search import Priced
 from thinwire.planner.stages import cut_parts
 from thinwire.registry import check_on_mesh
 
-if TYPE_CHECKING:
-    from thinwire.planner.pricing import Pricing
-
 Pairs = dict[tuple[int, int], float]
+
+
+def price(pricing: Pricing, way: Candidate) -> Priced:
+    """Simulate a candidate. Raises ConfigError for one that can't run."""
+    return price_islands(pricing, way) if way.outer else price_one(pricing, way)
 
 
 def islands_of(pricing: Pricing, way: Candidate) -> list[range]:
@@ -55,7 +59,7 @@ def price_islands(pricing: Pricing, way: Candidate) -> Priced:
     if method.climb is not None:
         raise ConfigError(f"ascent of {way.outer}: its second pass has no price; leave it out")
     slowest = max(
-        (pricing.on(ranks).price(way.inside) for ranks in islands_of(pricing, way)), key=lambda each: each.step_s
+        (price_one(pricing.on(ranks), way.inside) for ranks in islands_of(pricing, way)), key=lambda each: each.step_s
     )
     sent = spread(pricing, way, method)
     exchange_s = outer_s(pricing, way, method, sent)
@@ -112,7 +116,7 @@ def roughly_islands(pricing: Pricing, way: Candidate) -> float:
     islands = islands_of(pricing, way)
     slowest = min(fabric.rates[a[0]][b[0]] for a in islands for b in islands if a is not b)
     exchange_s = sent[OPERATION, "inter"] / slowest + inside_s(pricing, way, sent)
-    return pricing.on(islands[0]).roughly(way.inside) + exchange_s
+    return rough_s(pricing.on(islands[0]), way.inside) + exchange_s
 
 
 def links_between(pricing: Pricing, way: Candidate) -> Iterator[tuple[tuple[int, int], float]]:

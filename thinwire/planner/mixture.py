@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from thinwire.cost import Line, Links, Machine, Timeline, Work, simulate
 from thinwire.cost.graph import ROUND
@@ -14,25 +14,14 @@ from thinwire.hosts.ranks import neighbours
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import MethodPlan
-from thinwire.models.llama import LlamaConfig
 from thinwire.models.moe import MoEConfig
 from thinwire.options import EXPERTS
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.experts import CHOSEN, apart_of, rows_sent, step_of
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.options import AUTO, ExplainConfig
+from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Priced
-
-if TYPE_CHECKING:
-    from thinwire.planner.pricing import Pricing
-
-
-def dense_of(config: LlamaConfig) -> LlamaConfig:
-    """Sizes of a dense model with as many operations, if the router sends equally many rows to each expert."""
-    if not isinstance(config, MoEConfig):
-        return config
-    own = {item.name: getattr(config, item.name) for item in fields(LlamaConfig)}
-    return LlamaConfig(**{**own, "intermediate_size": config.num_experts_per_tok * config.intermediate_size})
 
 
 def links_on(machine: Machine, flops: float) -> Links:

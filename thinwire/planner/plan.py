@@ -12,11 +12,13 @@ from thinwire.models import Llama, MoELlama, build_skeleton
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.tensor import tensor_sizes
 from thinwire.options import EXPERTS, PIPELINE, Tables, model_table
-from thinwire.planner.candidates import Axes, Candidate, candidates
-from thinwire.planner.choice import Choice, choice_of
+from thinwire.planner.candidates import AxisSizes, Candidate, candidates
+from thinwire.planner.choice import StrategyChoice, choice_of
+from thinwire.planner.islands import price, roughly_islands
 from thinwire.planner.memory import Estimator, Offset
 from thinwire.planner.options import AUTO
 from thinwire.planner.pricing import Pricing
+from thinwire.planner.rough import rough_s
 from thinwire.planner.search import Priced, Search, ranked
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import bytes_text
@@ -108,13 +110,13 @@ def plan(
     return TrainingPlan(machine, found, tokens_per_step, seq_len, pricing, choice.objective)
 
 
-def axes_of(llama: Llama, machine: Machine, seq_len: int, tables: Tables, axes: Collection[str]) -> Axes:
+def axes_of(llama: Llama, machine: Machine, seq_len: int, tables: Tables, axes: Collection[str]) -> AxisSizes:
     """The numbers of ranks to try on each axis."""
     ranks, local = machine.num_ranks, machine.local_size
     is_mixture, experts = isinstance(llama, MoELlama), tables.get(EXPERTS, {}).get("parallel", AUTO)
     sizes = sequence_sizes(llama.config, seq_len, ranks)
     islands = [ranks // size for size in range(1, local + 1) if local % size == 0 and size < ranks]
-    return Axes(
+    return AxisSizes(
         tensors=tensor_sizes(llama.config, local) if "tensor" in axes and not is_mixture else (1,),
         sequences=sizes if "sequence" in axes else (1,),
         experts=expert_sizes(llama, ranks) if experts == AUTO else (experts,) if is_mixture else (1,),
@@ -130,32 +132,32 @@ def expert_sizes(llama: Llama, num_ranks: int) -> list[int]:
 
 
 def searched(
-    listed: Sequence[Candidate], pricing: Pricing, choice: Choice, memory: float, budget: float | None
+    listed: Sequence[Candidate], pricing: Pricing, choice: StrategyChoice, memory: float, budget: float | None
 ) -> Search:
     """Price the candidates that closed forms find fast; where none of these fits, those of the smallest passes too.
 
     memory: of a rank, in bytes. budget: the part of it that is stated, beyond which a disk is tried.
     """
 
-    def price(way: Candidate) -> Priced:
-        return replace(pricing.price(way), steps=choice.objective.of(way))
+    def price_of(way: Candidate) -> Priced:
+        return replace(price(pricing, way), steps=choice.objective.of(way))
 
     rough = {way: roughly(pricing, way) * choice.objective.of(way) for way in listed}
     ways = to_simulate(rough, choice)
     if budget is not None:
         ways += with_disk(ways, budget)
-    found = ranked(ways, price, memory, choice.why_not)
+    found = ranked(ways, price_of, memory, choice.why_not)
     if found.fastest or not found.too_large:
         return found
     rest = [way for way in listed if way not in set(ways) and not choice.why_not(way)]
     smallest = sorted(rest, key=lambda way: (way.micro_batch / way.sequence / way.tensor, -way.stages, rough[way]))
-    return ranked([*ways, *smallest[:NUM_SMALLEST]], price, memory, choice.why_not)
+    return ranked([*ways, *smallest[:NUM_SMALLEST]], price_of, memory, choice.why_not)
 
 
 def roughly(pricing: Pricing, way: Candidate) -> float:
     """Seconds of a step by closed forms; infinite for what can't run."""
     try:
-        return pricing.roughly(way)
+        return roughly_islands(pricing, way) if way.outer else rough_s(pricing, way)
     except ConfigError:
         # It says why when it is priced.
         return math.inf
@@ -174,7 +176,7 @@ def sequence_sizes(config: LlamaConfig, seq_len: int, num_ranks: int) -> list[in
     return [size for size in sizes if (num_ranks % size == 0 and seq_len % (2 * size) == 0) or size == 1]
 
 
-def to_simulate(rough: Mapping[Candidate, float], choice: Choice) -> list[Candidate]:
+def to_simulate(rough: Mapping[Candidate, float], choice: StrategyChoice) -> list[Candidate]:
     """The fastest candidates by closed forms, and the first of each kind, in the order of `candidates`.
 
     rough: by candidate, what closed forms say.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,13 +11,9 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.cost import Machine, Timeline, Work, simulate
-from thinwire.cost.graph import ROUND
 from thinwire.cost.machine import LAYER, MIXTURE
-from thinwire.cost.simulate import COMMUNICATION, TRAINING
-from thinwire.errors import ConfigError
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method, MethodPlan
-from thinwire.methods.memory import Floor, Residency, placed as parts_of, resident_method, settled
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.sequence.inside import check_strategy
 from thinwire.models import Llama, MoELlama
@@ -27,14 +22,10 @@ from thinwire.models.tensor import cut_skeleton
 from thinwire.options import Tables
 from thinwire.planner.attention import AttentionCost, attention_of
 from thinwire.planner.candidates import Candidate
-from thinwire.planner.forward import layer_and_ends
-from thinwire.planner.islands import price_islands, roughly_islands
+from thinwire.planner.forward import dense_of, layer_and_ends
 from thinwire.planner.memory import Estimator, Offset, Recorded, features_of
-from thinwire.planner.mixture import dense_of, price_experts
 from thinwire.planner.order import RankOrder
 from thinwire.planner.placed import PlacedMachine
-from thinwire.planner.rough import best_order, link_s, rough_s
-from thinwire.planner.search import Priced
 from thinwire.planner.stages import Stages, stages_of
 from thinwire.registry import check_on_mesh
 
@@ -129,48 +120,7 @@ class Pricing:
         inside_s = num_layers * (4 * sum_s + self.attention(way).seconds / grid.busy)
         return operations + (grid.pass_s + inside_s) * grid.flops / 3
 
-    def roughly(self, way: Candidate) -> float:
-        """Seconds of a step by closed forms, in the best order by closed forms.
-
-        Used to select candidates to simulate. Raises ConfigError for a strategy that can't train so.
-        """
-        if way.outer:
-            return roughly_islands(self, way)
-        self._check(way)
-        return rough_s(self, way)
-
-    def price(self, way: Candidate) -> Priced:
-        """Simulate a candidate. Raises ConfigError for one that can't run."""
-        if way.outer:
-            return price_islands(self, way)
-        self._check(way)
-        if way.experts > 1:
-            return price_experts(self, way)
-        if way.memory:
-            return self._resident(way)
-        if way.stages == 1:
-            return self._alone(way)
-        order = best_order(self, way)
-        staged = self.staged(way, order)
-        grid, stages, exchanges = staged.grid, staged.stages, staged.exchanges
-        exchange_s = max(timeline.makespan_s for timeline in exchanges)
-        first, last = grid.slowest(way.stages)[0], grid.slowest(way.stages)[-1]
-        tied_s = stages.tied_bytes / min(grid.machine.fabric.rates[first][last], grid.machine.fabric.rates[last][first])
-        plans = [self.plan_of(way, stages.parts[stage]) for stage in range(way.stages)]
-        counted = self.counted(way, max(stages.memory_bytes(stage, plan) for stage, plan in enumerate(plans)))
-        memory = self.estimator.peak_bytes(counted)
-        step_s = stages.step_s + exchange_s + tied_s
-        exposed_s = stages.timeline.idle_s[0] + exchange_s + tied_s
-        sent = stages.sent_bytes(0) + sum(exchanges[0].graph.sent(0).values())
-        terms = {
-            "step_s": step_s, "compute_s": step_s - exposed_s, "exposed_comm_s": exposed_s,
-            "pipeline_s": stages.step_s, "sent_bytes": sent, "peak_rss_bytes": memory,
-        }  # fmt: skip
-        rates = grid.links(way.stages).rates
-        on_link_s = max(num / rates[a][b] for (a, b), num in stages.link_bytes.items()) + exchange_s
-        return Priced(way, step_s, stages.bubble, memory, min(on_link_s, step_s), order, terms, counted)
-
-    def _check(self, way: Candidate) -> None:
+    def check(self, way: Candidate) -> None:
         """Raise ConfigError for a strategy that can't train on a candidate's mesh."""
         method = self.methods[way.strategy]
         if way.tensor > 1:
@@ -199,51 +149,6 @@ class Pricing:
         method, model = self.methods[way.strategy], self.cut(way.tensor)
         graph = method.schedule(model, self.replicas(way), way.num_micro_batches, work)
         return simulate(graph, grid.part(grid.groups(1)[0]))
-
-    def _alone(self, way: Candidate) -> Priced:
-        timeline = self.simulated(way)
-        layer, ends = layer_and_ends(self.config, self.seq_len, tensor=way.tensor)
-        kept = way.micro_batch * (len(self.model.model.layers) * layer.kept_bytes + ends.kept_bytes) / way.sequence
-        plan = self.plan_of(way, self.cut(way.tensor))
-        attention = way.num_micro_batches * len(self.model.model.layers) * self.attention(way).sent_by(0)
-        counted = self.counted(way, sum(plan.memory.values()) + kept)
-        memory = self.estimator.peak_bytes(counted)
-        step_s, compute_s, kinds = timeline.makespan_s, timeline.busy_s(0, TRAINING), timeline.kinds_s(0)
-        terms = {
-            "step_s": step_s, "compute_s": compute_s, "exposed_comm_s": step_s - compute_s,
-            "codec_s": timeline.busy_s(0, COMMUNICATION) - kinds.get(ROUND, 0.0),
-            "sent_bytes": sum(timeline.graph.sent(0).values()) + attention, "peak_rss_bytes": memory,
-        }  # fmt: skip
-        order = self.ranks_of(self.nodes)
-        on_link_s = min(link_s(self, way), step_s)
-        return Priced(way, step_s, 1 - compute_s / step_s, memory, on_link_s, order, terms, counted)
-
-    def _resident(self, way: Candidate) -> Priced:
-        """The costs of a candidate of which a part lies on a disk: what a step moves is not hidden by computing."""
-        written, read = self.machine.disk
-        if math.inf in (written, read):
-            raise ConfigError("the disk was not measured; nearest: thinwire calibrate --disk FOLDER")
-        whole = self._alone(replace(way, memory=""))
-        place = resident_method(self.methods[way.strategy]), self.model, self.replicas(way), way.num_micro_batches
-        layer, ends = layer_and_ends(self.config, self.seq_len)
-        num_layers = len(self.model.model.layers)
-        borders = 4 * num_layers * self.seq_len * self.model.config.hidden_size
-        kept = {
-            "keep": int(way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes)),
-            "recompute": int(way.micro_batch * (layer.kept_bytes + ends.kept_bytes + borders)),
-        }
-        residency = settled(Residency(memory=way.memory), *place, kept)
-        budget = residency.memory_bytes or 0
-        Floor.of(residency, *place, kept).check(budget)
-        parts = list(parts_of(residency, *place, kept))
-        hosts = self.machine.cores.hosts
-        # All ranks of a machine use its disk at once.
-        moved_s = sum(part.read / read + part.written / written for part in parts) * max(map(hosts.count, hosts))
-        # A layer is computed again before its backward, with a third of the operations of a whole pass.
-        again_s = whole.terms["compute_s"] / 3 if residency.activations == "recompute" else 0.0
-        step_s = whole.step_s + again_s + moved_s
-        terms = {**whole.terms, "step_s": step_s, "compute_s": whole.terms["compute_s"] + again_s}
-        return replace(whole, candidate=way, step_s=step_s, memory_bytes=min(budget, whole.memory_bytes), terms=terms)
 
     def replicas(self, way: Candidate) -> Topology:
         """The ranks of one stage that the strategy joins."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,16 +12,18 @@ from thinwire.cost.closed import pipette_s, ring_s, trip_s
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.order import RankOrder, annealed
 from thinwire.planner.placed import groups_of
-
-if TYPE_CHECKING:
-    from thinwire.planner.pricing import Pricing
+from thinwire.planner.pricing import Pricing
 
 # Rates and delays that differ by less make no order of ranks better than another.
 EVEN, EVEN_S = 1.05, 1e-3
 
 
 def rough_s(pricing: Pricing, way: Candidate) -> float:
-    """Seconds of a step in its best order."""
+    """Seconds of a step in its best order, without islands; used to select candidates to simulate.
+
+    Raises ConfigError for a strategy that can't train so.
+    """
+    pricing.check(way)
     machine, operations = pricing.machine, 3 * pricing.forward_of(way)
     busy = pricing.placed(pricing.ranks_of(pricing.nodes)).busy
     compute_s = operations / machine.rates[pricing.layer] * busy / min(machine.speeds or (1.0,))

@@ -196,6 +196,17 @@ def minutes_to(run: Mapping[str, Any], target: float, rate: float) -> float | No
     return None
 
 
+def steps_to(run: Mapping[str, Any], target: float) -> int | None:
+    """Steps until the training loss is at most `target`."""
+    return next((step for step, loss, _ in run["curve"] if loss <= target), None)
+
+
+def mean_if_all(values: Sequence[float | None], steps: int) -> float | None:
+    """The mean; None if a value is missing, or the runs are too short to show an order of methods."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) and steps >= LEAST_STEPS else None
+
+
 def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
     """What is known of each method: means over the seeds, paired with the exact run's; the exact one first."""
     found: list[dict[str, Any]] = []
@@ -210,17 +221,18 @@ def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
             continue
         losses = [own[seed]["heldout_loss"] for seed in seeds]
         gaps = [own[seed]["heldout_loss"] / exact[seed]["heldout_loss"] - 1 for seed in seeds]
-        minutes: dict[str, float | None] = {}
-        for rate in RATES:
-            each = [minutes_to(own[seed], NEAR * exact[seed]["curve"][-1][1], rate) for seed in seeds]
-            known = [one for one in each if one is not None]
-            is_known = len(known) == len(each) and steps >= LEAST_STEPS
-            minutes[f"{rate / 1e6:g}"] = statistics.fmean(known) if is_known else None
+        targets = {seed: NEAR * exact[seed]["curve"][-1][1] for seed in seeds}
+        minutes = {
+            f"{rate / 1e6:g}": mean_if_all([minutes_to(own[seed], targets[seed], rate) for seed in seeds], steps)
+            for rate in RATES
+        }
+        until = mean_if_all([steps_to(own[seed], targets[seed]) for seed in seeds], steps)
         found.append({
             "model": model, "steps": steps, "method": name, "text": METHODS[name], "lr": lr, "seeds": len(seeds),
             "loss": statistics.fmean(losses), "loss_error": standard_error(losses),
             "gap": statistics.fmean(gaps), "gap_error": standard_error(gaps),
             "sent_bytes": statistics.fmean(own[seed]["curve"][-1][2] for seed in seeds), "minutes": minutes,
+            "steps_to": until,
         })  # fmt: skip
     return found
 

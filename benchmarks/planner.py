@@ -1,23 +1,30 @@
 """How far predictions of `thinwire plan` are from measured steps, and what choosing by them costs.
 
-    python benchmarks/planner.py --out cells.json [--rates 50mbit 100mbit 200mbit] [--strategies ...] [--steps 12]
-        [--even-only] [--plot cells.svg] [--load TEXT]
+    python benchmarks/planner.py [--rates 100mbit 200mbit 400mbit] [--strategies ...] [--steps 8] [--even-only]
+        [--out FILE] [--most 3]
+    python benchmarks/planner.py --report      # run nothing; write the page and the picture anew
 
-Four nodes of the lab, the demo model; each network as it is, and with node 3 at a quarter of its rate. On each network
-the ranks are calibrated, every strategy is predicted, and then trained; no measured step is used for a prediction.
-Prints for each cell the predicted and the measured median step and memory, and the parts of a step; for each network
-the regret: the measured step of the strategy that was predicted to be the fastest, over the fastest measured one. Cells
-that are in FILE are not measured again. At the end it prints medians, how far each part of a step is missed, and what
-other ways to choose would cost: always one strategy, which needs no trial, or running all of them, as an autotuner that
-measures its candidates does.
+24 cells: four strategies, three rates, each network as it is and with node 3 at a quarter of its rate. Four nodes of
+the lab train the demo model (9.7 million parameters) on 2 sequences of 256 tokens a rank, 8 steps in each cell; an
+eighth to a sixth of these warm up. Before the cells of a network its ranks are calibrated, about 40 s, and every
+strategy is predicted, about 3 s; no measured step is used for a prediction. By the predicted steps a cell takes 15 s to
+3 minutes on two idle cores, most with `zero` at 25 Mbit/s, and all of them 22 minutes. Cells that are in FILE are not
+measured again; --most ends after so many.
 
-The cores of one machine serve all nodes, so measure on an idle one; `--load` says of the figures what else ran.
+Prints for each cell the predicted and the measured median step and memory, and the parts of a step; at the end medians,
+how far each part of a step is missed, and the regret: the measured step of the strategy that was chosen, over the
+fastest measured one of its network. Beside the plan stand other ways to choose: always one strategy, which needs no
+trial, as torchtitan does, whose default is FSDP over all ranks; running some of them, as DeepSpeed's autotuner does
+with the stages of ZeRO; running all of them. With the usual FILE it writes table and picture to docs/tasks/plan.md.
+
+The cores of one machine serve all nodes, so measure on an idle one. Each cell records the machine's load before it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,16 +34,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
+from readme_table import with_table
+
 from thinwire.cost import Machine
 from thinwire.lab import LabSpec
 from thinwire.planner.plan import plan
 from thinwire.report.run import read_run
 from thinwire.report.svg import Chart, alone
 
-NODES, SEQUENCES, SEQ_LEN = 4, 4, 256
+ROOT = Path(__file__).parents[1]
+RESULTS, PICTURE, PAGE = (ROOT / name for name in (
+    "benchmarks/results/planner.jsonl", "docs/plan-errors.svg", "docs/tasks/plan.md",
+))  # fmt: skip
+BEGIN, END = "<!-- planner:begin -->", "<!-- planner:end -->"
+NODES, SEQUENCES, SEQ_LEN = 4, 2, 256
 STRATEGIES = ("zero-bf16", "sdp4bit", "ddp-bf16", "zero")
 PARTS = ("compute_s", "exposed_comm_s")
-RATES = ("50mbit", "100mbit", "200mbit")
+RATES = ("100mbit", "200mbit", "400mbit")
+# Other ways to choose: what each can choose from, and whether it runs all of that first. torchtitan's default, FSDP
+# over all ranks, sends as zero does; the stages of ZeRO that DeepSpeed's autotuner tries send as these three do.
+PEERS = {
+    "torchtitan, its default": (("zero",), False),
+    "DeepSpeed, autotuning": (("zero", "zero-bf16", "ddp-bf16"), True),
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +70,7 @@ class Cell:
     predicted_bytes: float
     measured_bytes: float
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
-    load: str = ""
+    load: float = 0.0
 
     @property
     def error(self) -> float:
@@ -65,11 +85,12 @@ def in_lab(spec: LabSpec, words: list[str]) -> None:
     """Run a command of thinwire on every node of the lab. Raises CalledProcessError."""
     flags = ["--nodes", str(spec.nodes), "--rate", spec.rate or "none"]
     flags += [word for node, rate in spec.slow.items() for word in ("--slow", f"{node}={rate}")]
+    flags += [word for (a, b), rate in spec.link.items() for word in ("--link", f"{a}-{b}={rate}")]
     thinwire = [sys.executable, "-m", "thinwire"]
     subprocess.run([*thinwire, "lab", *flags, "--", *thinwire, *words], check=True, stdout=subprocess.DEVNULL)
 
 
-def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path, load: str) -> Iterator[Cell]:
+def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path) -> Iterator[Cell]:
     """Calibrate one network, predict, and measure: yield each cell once it is done."""
     file, network = folder / "machine.json", str(spec)
     start = time.perf_counter()
@@ -85,7 +106,7 @@ def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path, load: 
     for name in strategies:
         ways = [each for each in found.search.fastest if each.candidate.strategy == name]
         predicted = next(each for each in ways if each.candidate.micro_batch == SEQUENCES)
-        run_dir = folder / name
+        run_dir, load = folder / name, os.getloadavg()[0]
         in_lab(spec, [
             "train", "--strategy", name, "--model", "demo", "--steps", str(steps), "--micro-batch", str(SEQUENCES),
             "--dtype", "fp32", "--eval-sequences", "0", "--sample-tokens", "0", "--checkpoint-every", "0", "--run-dir",
@@ -112,26 +133,72 @@ def regret(found: Sequence[Cell], chosen: Cell | None = None) -> float:
     return chosen.measured_s / min(cell.measured_s for cell in found)
 
 
-def told(found: Sequence[Cell]) -> None:
-    """Print what all cells say together."""
+def networks_of(found: Sequence[Cell]) -> list[list[Cell]]:
+    """The cells of each network."""
+    return [[cell for cell in found if cell.network == name] for name in dict.fromkeys(c.network for c in found)]
+
+
+def choices(found: Sequence[Cell]) -> Iterator[tuple[str, int, list[float]]]:
+    """Yield (way to choose, trials on each network, regret on each network)."""
+    networks, strategies = networks_of(found), sorted({cell.strategy for cell in found})
+    yield "`thinwire plan`", 0, [regret(own) for own in networks]
+    for name, (known, runs) in (PEERS | {f"always {each}": ((each,), False) for each in strategies}).items():
+        own = [[cell for cell in cells if cell.strategy in known] for cells in networks]
+        if all(own):
+            regrets = [
+                regret(cells, min(ours, key=lambda cell: cell.measured_s))
+                for cells, ours in zip(networks, own, strict=True)
+            ]
+            yield name, len(known) if runs else 0, regrets
+    yield "run all of them", len(strategies), [1.0 for _ in networks]
+
+
+def summary(found: Sequence[Cell]) -> Iterator[str]:
+    """Sentences on the errors of all cells."""
     errors, memory = ([abs(getattr(cell, name)) for cell in found] for name in ("error", "memory_error"))
-    print(f"{len(found)} cells: |error| median {median(errors):.1%}, worst {max(errors):.1%}")
-    print(f"memory: |error| median {median(memory):.1%}, worst {max(memory):.1%}")
+    yield f"{len(found)} cells: |error| of the step median {median(errors):.1%}, worst {max(errors):.1%}"
+    yield f"memory: |error| median {median(memory):.1%}, worst {max(memory):.1%}"
     for part in PARTS:
         missed = [abs(cell.parts[part][0] - cell.parts[part][1]) / cell.measured_s for cell in found if cell.parts]
         if missed:
-            print(f"of a step, {part} is missed by {median(missed):.1%} in the median, at worst by {max(missed):.1%}")
-    networks = [[cell for cell in found if cell.network == name] for name in dict.fromkeys(c.network for c in found)]
-    strategies = sorted({cell.strategy for cell in found})
+            yield f"of a step, {part} is missed by {median(missed):.1%} in the median, at worst by {max(missed):.1%}"
+    yield f"load of the machine before a cell: median {median(cell.load for cell in found):.2g}, at most " + (
+        f"{max(cell.load for cell in found):.2g}"
+    )
+
+
+def told(found: Sequence[Cell]) -> None:
+    """Print what all cells say together."""
+    print("\n".join(summary(found)))
     print("choice                    trials   regret: median  worst")
-    ways: dict[str, tuple[int, list[float]]] = {"thinwire plan": (0, [regret(own) for own in networks])}
-    for name in strategies:
-        ways[f"always {name}"] = 0, [regret(own, cell) for own in networks for cell in own if cell.strategy == name]
-    ways["run all of them"] = len(strategies), [1.0 for _ in networks]
-    for name, (trials, regrets) in ways.items():
-        print(f"{name:<25} {trials:<8} {median(regrets):<14.3f}  {max(regrets):.3f}")
-    for load in sorted({cell.load for cell in found} - {""}):
-        print(f"while these were measured: {load}")
+    for name, trials, regrets in choices(found):
+        print(f"{name.strip('`'):<25} {trials:<8} {median(regrets):<14.3f}  {max(regrets):.3f}")
+
+
+def tables(found: Sequence[Cell]) -> Iterator[str]:
+    """The lines of the page."""
+    yield f"![Predicted over measured seconds of a step, {len(found)} cells](../{PICTURE.name})"
+    yield from ("", "; ".join(summary(found)) + ".", "")
+    yield "| way to choose | trials | regret, median | worst |"
+    yield "|---|---|---|---|"
+    for name, trials, regrets in choices(found):
+        yield f"| {name} | {trials} | {median(regrets):.3f} | {max(regrets):.3f} |"
+    yield from (
+        "",
+        "| network | strategy | predicted | measured | error | memory, error |",
+        "|---|---|---|---|---|---|",
+    )
+    for cell in found:
+        network = cell.network.removeprefix(f"nodes={NODES},").replace(",local_size=1", "")
+        seconds = f"{cell.predicted_s:.3f} s | {cell.measured_s:.3f} s | {cell.error:+.1%}"
+        yield f"| {network} | `{cell.strategy}` | {seconds} | {cell.memory_error:+.1%} |"
+
+
+def report(found: Sequence[Cell]) -> None:
+    """Write the picture and the page."""
+    PICTURE.write_text(picture(found))
+    PAGE.write_text(with_table(PAGE.read_text(), "\n".join(tables(found)), BEGIN, END))
+    print(f"written: {PICTURE.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}")
 
 
 def picture(found: Sequence[Cell]) -> str:
@@ -157,31 +224,34 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--even-only", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--load", default="")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--most", type=int, default=1000, help="end after so many cells")
+    parser.add_argument("--report", action="store_true", help="run nothing; write the page and the picture anew")
     args = parser.parse_args()
     found = read(args.out)
-    for rate in args.rates:
-        quarter = f"{LabSpec(rate=rate).bits_per_second(0) or 0:.0f}"
-        uneven = LabSpec(nodes=NODES, rate=rate, slow={NODES - 1: f"{float(quarter) / 4e6:g}mbit"})
+    for rate in () if args.report else args.rates:
+        quarter = (LabSpec(rate=rate).bits_per_second(0) or 0) / 4e6
+        uneven = LabSpec(nodes=NODES, rate=rate, slow={NODES - 1: f"{quarter:g}mbit"})
         for spec in (LabSpec(nodes=NODES, rate=rate), *([] if args.even_only else [uneven])):
             done = {cell.strategy for cell in found if cell.network == str(spec)}
-            if left := [name for name in args.strategies if name not in done]:
+            left = [name for name in args.strategies if name not in done]
+            if left := left[: max(0, args.most)]:
                 with tempfile.TemporaryDirectory() as folder:
-                    for cell in cells(spec, left, args.steps, Path(folder), args.load):
+                    for cell in cells(spec, left, args.steps, Path(folder)):
                         show(cell)
                         found.append(cell)
-                        if args.out is not None:
-                            args.out.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+                        args.most -= 1
+                        args.out.write_text("".join(json.dumps(asdict(each)) + "\n" for each in found))
+    if not found:
+        parser.error(f"{args.out}: no cell has been measured")
     told(found)
-    if args.plot is not None:
-        args.plot.write_text(picture(found))
+    if args.out == RESULTS:
+        report(found)
 
 
-def read(file: Path | None) -> list[Cell]:
+def read(file: Path) -> list[Cell]:
     """The cells of an earlier start."""
-    values = json.loads(file.read_text()) if file is not None and file.exists() else []
+    values = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [Cell(**{**each, "parts": {name: tuple(pair) for name, pair in each["parts"].items()}}) for each in values]
 
 

@@ -29,6 +29,8 @@ BASE, INNER = "base", "inner"
 DEFAULT_INNER = "ddp"
 # What --strategy auto chooses from: they learn as much from a token as exact training does (docs/performance.md).
 CHOSEN_FROM = ("zero", "zero-bf16", "sdp4bit", "ddp", "ddp-bf16")
+# Methods of islands that a plan prices: what they learn from a token depends on the run.
+ISLANDS = ("diloco", "streaming-diloco", "local-sgd", "sparseloco")
 LLAMA, MOE, PIPELINE, SEQUENCE, EXPERTS = "llama", "moe", "pipeline", "sequence", "experts"
 RESIDENCY = "residency"
 # How the model's work is cut, and where it lies. No checkpoint depends on it, so a resumed run may change it.

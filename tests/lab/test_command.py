@@ -147,12 +147,14 @@ def lab_process() -> Iterator[subprocess.Popen[str]]:
 
 @needs_network
 def test_training_in_the_lab(tmp_path: Path) -> None:
-    data, run_dir = tmp_path / "data.txt", tmp_path / "run"
+    """Under a plan of faster links, which have drifted since."""
+    data, run_dir, plan = tmp_path / "data.txt", tmp_path / "run", tmp_path / "plan.json"
+    plan.write_text(json.dumps({"rates": [[None, 5e7], [5e7, None]], "predicted": {"step_s": 1.0}}))
     data.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(3000)))
     train = [
         *THINWIRE, "train", "--model", "tiny", "--data", str(data), "--cache-dir", str(tmp_path / "cache"),
         "--steps", "4", "--seq-len", "16", "--micro-batch", "2", "--eval-sequences", "0", "--sample-tokens", "0",
-        "--dtype", "fp32", "--local-size", "1", "--run-dir", str(run_dir), "--strategy", "zero",
+        "--dtype", "fp32", "--local-size", "1", "--run-dir", str(run_dir), "--strategy", "zero", "--plan", str(plan),
     ]  # fmt: skip
     done = subprocess.run(
         [*THINWIRE, "lab", "--nodes", "2", "--", *train], capture_output=True, text=True, timeout=HANG_S
@@ -164,3 +166,10 @@ def test_training_in_the_lab(tmp_path: Path) -> None:
     payload = sum(step["sent_bytes"] for step in steps)
     for sent_bytes, received_bytes in counted(done.stdout).values():
         assert min(sent_bytes, received_bytes) > payload > 0
+    # What measuring the links sends belongs to no step.
+    assert steps[0]["sent_bytes"] <= steps[-1]["sent_bytes"]
+    for a, b in ((0, 1), (1, 0)):
+        for when in ("since it was made", "while it was followed"):
+            assert f"WARNING: the link {a} to {b} has drifted {when}: 400 Mbit/s planned" in done.stdout
+    page = (run_dir / "report.html").read_text()
+    assert "The plan against the run" in page and "Links that have drifted" in page

@@ -8,10 +8,11 @@ import random
 import pytest
 
 from thinwire.cost import Network
-from thinwire.cost.closed import bubble, pipette_s, ring_s, trip_s
+from thinwire.cost.closed import amp_s, bubble, pipette_s, ring_s, trip_s
 from thinwire.methods.pipeline import Costs, plan, simulate
 from thinwire.planner import order
 from thinwire.planner.order import RankOrder, annealed
+from thinwire.planner.rough import is_even
 
 
 def simulated(stages: int, micro_batches: int, message_s: float) -> float:
@@ -29,6 +30,21 @@ def test_the_closed_form_gives_the_published_numbers(stages: int, num: int, mess
     assert pipette_s(stages, num, 3.0, trip) == pytest.approx(pipette)
     # What the form leaves out.
     assert simulated(stages, num, message_s) == pytest.approx(pipette + 2 * (stages - 2) * message_s)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_trips_that_are_counted_once_miss_more(stages: int) -> None:
+    message_s, trip = 1.0, 2.0 * (stages - 1)
+    for num in (stages, 2 * stages, 4 * stages, 8 * stages):
+        exact = simulated(stages, num, message_s)
+        form, older = pipette_s(stages, num, 3.0, trip), amp_s(stages, num, 3.0, trip)
+        assert exact == pytest.approx(form + 2 * (stages - 2) * message_s)
+        # Both forms are never too long.
+        assert older <= form <= exact
+        assert (older < form) == (num > stages) and form >= (0.83 if num == stages else 0.88) * exact
+        if num >= 2 * stages:
+            assert 0.1 < 1 - older / exact <= 0.34
+    assert amp_s(4, 16, 3.0, 6.0) == pytest.approx(63.0) and amp_s(8, 12, 3.0, 14.0) == pytest.approx(71.0)
 
 
 def test_a_rest_of_micro_batches_counts() -> None:
@@ -87,3 +103,13 @@ def test_racks_hold_what_sends_most(message: float, gradient: float, inside: boo
     found, _ = annealed(cost, range(8))
     whole = [len({rank % 2 for rank in found[each::2]}) == 1 for each in range(2)]
     assert all(whole) == inside
+
+
+def test_links_that_are_all_alike_need_no_order() -> None:
+    assert is_even(Network.even(4, 10.0, 0.1)) and is_even(Network.even(1)) and is_even(Network.even(2, local_size=2))
+    rates = [[10.0] * 3 for _ in range(3)]
+    for rate, is_alike in ((9.8, True), (9.0, False)):
+        rates[0][1] = rate
+        assert is_even(Network((0, 1, 2), tuple(map(tuple, rates)), ((0.0,) * 3,) * 3)) == is_alike
+    far = ((0.0, 0.02, 0.0), (0.0,) * 3, (0.0,) * 3)
+    assert not is_even(Network((0, 1, 2), ((10.0,) * 3,) * 3, far))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.training.commands import CommandRunner
 from thinwire.calibration.machine import CODECS
+from thinwire.collectives import Topology
 from thinwire.compare.contestants import Contestant
 from thinwire.compare.measure import Figures
 from thinwire.compare.options import RaceConfig
@@ -21,8 +24,15 @@ from thinwire.compare.tune import run_tune
 from thinwire.compare.verify import lab_of, run_plan
 from thinwire.cost import Cores, Machine, Network
 from thinwire.errors import ConfigError, Problems
+from thinwire.methods.data.zero import Zero
+from thinwire.methods.islands.diloco import DiLoCo
+from thinwire.models import build_skeleton
 from thinwire.planner import plan as module
-from thinwire.planner.plan import TrainingPlan, plan
+from thinwire.planner.candidates import candidates
+from thinwire.planner.islands import price
+from thinwire.planner.plan import plan
+from thinwire.planner.training_plan import TrainingPlan
+from thinwire.planner.written import show
 from thinwire.report.page import plan_table
 from thinwire.report.run import read_run
 from thinwire.run.config import TrainConfig
@@ -46,6 +56,7 @@ def machine(rate: float, bad: tuple[int, int] | None = None, num_ranks: int = 4)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer candidates are simulated than for a user."""
     monkeypatch.setattr(module, "NUM_SIMULATED", 6)
+    monkeypatch.setattr(module, "NUM_SMALLEST", 6)
 
 
 def planned(made: Machine, **more: object) -> TrainingPlan:
@@ -72,6 +83,30 @@ def test_the_chosen_way_is_the_fastest_and_keeps_off_a_bad_link() -> None:
     # Everybody sends to everybody: there the bad link decides.
     alone = {priced.candidate.strategy: priced.step_s for priced in bad.search.fastest if priced.candidate.stages == 1}
     assert bad.best.step_s < 0.7 * min(alone.values())
+
+
+def test_the_chosen_way_is_near_the_best_of_all_ways_in_all_orders() -> None:
+    """All candidates of one order of pipelines, each in every order of the ranks, against what few simulations find."""
+    tables: dict[str, dict[str, Any]] = {"llama": {"num_hidden_layers": 4}}
+    tables["pipeline"] = {"plan": "1f1b", "forward": "fp32", "backward": "fp32", "recompute": "never"}
+    for made, stages in ((machine(FAST / 10, bad=(1, 2)), 4), (racks(FAST, FAST / 10), 2), (machine(FAST), 1)):
+        found = small(made, strategies=("zero", "sdp4bit"), tables=tables, axes=(), stages=stages)
+        best = math.inf
+        for way in candidates(4, 4, 8, ("zero", "sdp4bit"), tables["pipeline"], 2):
+            if way.stages == stages == 1:
+                best = min(best, price(found.pricing, way).step_s)
+            elif way.stages == stages:
+                for rest in itertools.permutations(range(1, 4)):
+                    staged = found.pricing.staged(way, (0, *rest))
+                    best = min(best, staged.stages.step_s + max(each.makespan_s for each in staged.exchanges))
+        assert found.best.step_s <= 1.05 * best
+
+
+def racks(inside: float, across: float) -> Machine:
+    """Two racks of two ranks."""
+    rates = tuple(tuple(inside if a // 2 == b // 2 else across for b in range(4)) for a in range(4))
+    made = machine(inside)
+    return replace(made, network=replace(made.network, rates=rates))
 
 
 def test_fast_links_need_no_stages_and_no_compression() -> None:
@@ -129,6 +164,85 @@ def test_ranks_of_a_node_may_share_matrices_and_sequences() -> None:
     assert inside_s["sequence=4"] > 4 * inside_s["data=2,sequence=2"]
     with pytest.raises(ConfigError, match="no mesh of 3 ranks shares 1 sequences evenly; nearest: 768"):
         plan("tiny", machine(FAST, num_ranks=3), tokens_per_step=256, stages=1)
+
+
+def small(made: Machine, model: str = "tiny", **more: object) -> TrainingPlan:
+    return plan(model, made, tokens_per_step=2048, micro_batch=2, **more)  # type: ignore[arg-type]
+
+
+def test_what_cannot_run_yet_is_priced_shown_and_never_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    found = small(near(FAST))
+    aside = {priced.candidate.mesh: (why, priced) for why, ways in found.search.aside.items() for priced in ways}
+    for mesh, words in (
+        ("pipeline=2,sequence=2", "pipeline beside sequence"),
+        ("sequence=2,tensor=2", "beside tensor"),
+    ):
+        why, priced = aside[mesh]
+        assert words in why and priced.step_s > 0 and priced.memory_bytes > 0
+    assert all(not priced.candidate.not_yet for priced in found.search.fastest)
+    # However fast they are.
+    told = json.loads(found.to_json())["not_chosen"]
+    assert {entry["mesh"] for entry in told} == aside.keys() and all(entry["why"] for entry in told)
+    show(found)
+    printed = capsys.readouterr().out
+    assert "Priced, not chosen: " in printed and "pipeline=2,sequence=2" in printed
+    assert f"Objective: {found.objective.why}." in printed and "seconds a token" in printed
+    rows = {effect: why for asked, effect, why in found.rows("--strategy auto") if asked == "priced, not chosen"}
+    assert any("pipeline=2,sequence=2" in effect for effect in rows)
+    # Half of the tokens pass through each stage, and attention's messages come on top.
+    alone = next(one.terms["pipeline_s"] for one in found.search.fastest if one.candidate.mesh == "pipeline=2,data=2")
+    assert 0.5 * alone < aside["pipeline=2,sequence=2"][1].terms["pipeline_s"] < 2 * alone
+
+
+def test_islands_are_candidates_where_they_are_named() -> None:
+    free = small(near(FAST / 10))
+    islands = [way for ways in free.search.aside.values() for way in ways if way.candidate.outer]
+    assert islands and min(way.step_s for way in islands) < free.best.step_s and not free.best.candidate.outer
+    made = near(FAST / 10)
+    found = small(made, strategies=["diloco", "zero"])
+    meshes = {way.candidate.mesh for way in found.search.fastest}
+    assert {"island=4", "island=2,data=2", "island=2,pipeline=2", "island=2,tensor=2"} <= meshes
+    assert found.best.candidate.outer == "diloco" and found.search.fastest[-1].candidate.outer == ""
+    for way in (way for way in found.search.fastest if way.candidate.outer):
+        shown = replace(found, search=replace(found.search, fastest=(way,)))
+        values = shown.values
+        tables = {"pipeline": values.pop("pipeline")} if "pipeline" in values else {}
+        config = TrainConfig(workers=2, nodes=2, join="a:1", tables=tables, **values)
+        size = 4 // way.candidate.islands
+        assert (config.strategy, config.inner, config.local_size) == ("diloco", "zero", size)
+        assert config.mesh_shape.world_size == 4 and config.mesh_shape.sizes.get("island", 4 // size) == 4 // size
+        told = json.loads(shown.to_json())
+        assert {rank for rank, *_ in told["timeline"]} == {0, 1, 2, 3}
+        sent = sum(each or 0 for each in told["link_bytes"][0])
+        assert sent == pytest.approx(told["predicted"]["sent_bytes"])
+        if way.candidate.mesh in ("island=4", "island=2,data=2"):
+            # The bytes are those of the method's plan, on the first rank.
+            method = replace(DiLoCo(), inner=Zero())
+            model = build_skeleton("tiny", 257, 256)
+            whole = method.plan(model, Topology(4 // size, size), way.candidate.num_micro_batches)
+            assert sent == pytest.approx(sum(whole.sent.values()), rel=1e-3)
+    # A part of an exchange, each step: fewer bytes over the slow links than any other way sends.
+    assert found.best.terms["exposed_comm_s"] < 0.1 * found.search.fastest[-1].terms["exposed_comm_s"]
+
+
+def test_ranks_may_share_the_experts_of_a_mixture() -> None:
+    rates = RATES | {"mixture-layer 64 fp32": 4e9, "mixture-launch 64 fp32": 1e4}
+    found = small(replace(near(FAST), rates=rates), "moe-tiny", strategies=["zero", "ddp"])
+    ways = {way.candidate.mesh: way for way in found.search.fastest}
+    assert {"data=4", "data=2,expert=2", "expert=4"} <= ways.keys()
+    way = ways["data=2,expert=2"]
+    shown = replace(found, search=replace(found.search, fastest=(way,)))
+    table = shown.values["experts"]
+    assert table["parallel"] == 2 and table.keys() == {"parallel", "move", "route", "chunks"}
+    assert f"--experts.move {table['move']}" in way.candidate.flags
+    told = json.loads(shown.to_json())
+    assert sum(each or 0 for each in told["link_bytes"][0]) == pytest.approx(told["predicted"]["sent_bytes"])
+    # ddp has replicas of all weights.
+    assert all(one.candidate.strategy == "zero" for one in found.search.fastest if one.candidate.experts > 1)
+    # A rank has half of the experts, or all of them.
+    assert way.memory_bytes < ways["data=4"].memory_bytes
+    with pytest.raises(ConfigError, match=r"mixture-layers in fp32 were not measured .* its preset among --models"):
+        small(near(FAST), "moe-tiny")
 
 
 def test_a_part_lies_on_a_disk_only_where_nothing_fits_in_memory() -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from thinwire.errors import ConfigError, Problems
+from thinwire.layout.mesh import MeshShape
 from thinwire.models import Llama
 from thinwire.models.llama import PRESETS
-from thinwire.planner.candidates import candidates
+from thinwire.planner.candidates import AxisSizes, candidates
 from thinwire.planner.command import run_explain
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.forward import forward_of, layer_and_ends
@@ -140,13 +141,25 @@ def test_replicas_on_one_node_share_its_link() -> None:
 
 
 def test_candidates_are_the_ways_that_exist() -> None:
-    found = list(candidates(8, 4, 32, ["zero", "sdp4bit"], {"plan": "1f1b"}, tensors=(1, 2)))
+    found = list(candidates(8, 4, 32, ["zero", "sdp4bit"], {"plan": "1f1b"}, axes=AxisSizes(tensors=(1, 2))))
     assert len(set(found)) == len(found)
     assert {(each.stages, each.tensor) for each in found} == set(product((1, 2, 4), (1, 2)))
     for each in found:
         assert each.stages * each.tensor * each.replicas == 8
         assert each.replicas * each.micro_batch * each.num_micro_batches == 32
         assert each.pipeline.plan == "1f1b"
+        assert each.num_ranks == 8 and not each.not_yet
+    # Those that the house can't train yet are listed, and say so; the rule is the mesh's own.
+    axes = AxisSizes(tensors=(1, 2), sequences=(1, 2), islands=(2,))
+    found = list(candidates(4, 4, 8, ["zero"], {"plan": "1f1b"}, 1, axes, ["diloco"]))
+    assert len(set(found)) == len(found)
+    for each in found:
+        assert each.num_ranks == 4 and each.inside.num_ranks == 4 // each.islands
+        is_apart = each.sequence > 1 and max(each.stages, each.tensor, each.islands) > 1
+        assert bool(each.not_yet) == is_apart
+        if not is_apart:
+            assert MeshShape.parse(each.mesh).world_size == 4
+    assert {"pipeline=2,sequence=2", "island=2,pipeline=2", "island=2,tensor=2"} <= {each.mesh for each in found}
 
 
 def test_a_step_has_as_many_micro_batches_as_in_training() -> None:

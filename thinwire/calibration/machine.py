@@ -21,6 +21,7 @@ from thinwire.calibration.work import NUM_LEAST, Probe, probes, seconds_of
 from thinwire.collectives import Communicator
 from thinwire.cost import Cores, Machine
 from thinwire.cost.graph import CARRY, ROUND
+from thinwire.cost.machine import launch_of
 from thinwire.device import Device
 from thinwire.models.llama import PRESETS, LlamaConfig
 
@@ -52,7 +53,7 @@ def calibrate(
     cores. Links are measured in rounds of disjoint pairs, in both directions, then all at once.
 
     Args:
-        layers: sizes of models of which one layer is timed; by default those of the presets tiny, demo, 125m.
+        layers: sizes of models, or of mixtures, of which one layer is timed; by default those of tiny, demo, 125m.
         dtypes: compute types, "fp32" or "bf16".
         codecs: the codecs to time, as text.
         folder: a folder on the disk whose speed is measured; None: no disk is measured.
@@ -65,7 +66,8 @@ def calibrate(
     layers = layers or [
         replace(PRESETS[name], num_hidden_layers=1, vocab_size=256) for name in ("tiny", "demo", "125m")
     ]
-    hosts, names, cores, memory = _places(comm)
+    hosts, names, cores, num_local = _places(comm)
+    memory = -_largest(comm, -device.memory_bytes(num_local))
     say("measuring links ...")
     network = measured_rates(comm)
     share, carried = shared_rates(comm, network)
@@ -105,10 +107,9 @@ def fitted(layers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     A pass takes operations / rate + launch. The rate is the slope between the two passes, the launch is the remainder.
     """
     found = {}
-    for kind, (short, short_s) in layers.items():
-        if kind.startswith("launch "):
-            layer = f"layer {kind.removeprefix('launch ')}"
-            long, long_s = layers[layer]
+    for layer, (long, long_s) in layers.items():
+        if (kind := launch_of(layer)) != layer and kind in layers:
+            short, short_s = layers[kind]
             # Noise must not make a pass free, nor its operations.
             rate = min((long - short) / max(long_s - short_s, 1e-9), 2 * long / long_s)
             found[layer] = max(rate, long / long_s)
@@ -137,21 +138,19 @@ def machine_mark() -> int:
     return zlib.crc32((boot.read_text() if boot.exists() else socket.gethostname()).encode())
 
 
-def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple[float, ...], float]:
-    """Number and name of each rank's machine, cores of each machine, and the least memory of any rank."""
+def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple[float, ...], int]:
+    """Number and name of each rank's machine, cores of each machine, and the number of ranks on this one."""
     mark = machine_mark()
     num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    told = _gathered(comm, [mark, num, memory]).tolist()
+    told = _gathered(comm, [mark, num]).tolist()
     marks = [row[0] for row in told]
     machines = list(dict.fromkeys(marks))
     hosts = tuple(machines.index(each) for each in marks)
     cores = tuple(max(row[1] for row in told if row[0] == each) for each in machines)
-    least = min(row[2] / marks.count(row[0]) for row in told)
     label = socket.gethostname().encode()[:LABEL_BYTES].ljust(LABEL_BYTES, b"\0")
     labels = comm.wait(comm.all_gather_exact(torch.frombuffer(bytearray(label), dtype=torch.uint8)))
     names = tuple(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in labels)
-    return hosts, names, cores, least
+    return hosts, names, cores, marks.count(mark)
 
 
 def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[Tensor, float]:

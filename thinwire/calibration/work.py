@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from thinwire.codecs import Codec
 from thinwire.codecs.grammar import read
+from thinwire.cost.machine import LAYER, MIXTURE, launch_of
 from thinwire.device import Device
-from thinwire.models import Llama
+from thinwire.models import Llama, MoEConfig, MoELlama
 from thinwire.models.llama import LlamaConfig
 
 # Repeats after two that warm up, unless they take longer than this.
@@ -78,7 +79,8 @@ def probes(layers: Iterable[LlamaConfig], dtypes: Iterable[str], codecs: Iterabl
 
 def layer_probe(config: LlamaConfig, dtype: str, device: Device, num_sequences: int) -> Probe:
     """A forward and backward of one layer between an embedding and a head; its operations are counted by torch."""
-    model = Llama(config)
+    is_mixture = isinstance(config, MoEConfig)
+    model = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
     placed = device.place(model)
     tokens = torch.zeros(num_sequences, min(SEQ_LEN, config.max_position_embeddings), dtype=torch.int64)
@@ -92,8 +94,8 @@ def layer_probe(config: LlamaConfig, dtype: str, device: Device, num_sequences: 
 
     with FlopCounterMode(display=False) as counter, torch.no_grad(), device.autocast(dtype):
         placed(tokens, tokens)
-    kind = f"layer {config.hidden_size} {dtype}" if num_sequences > 1 else f"launch {config.hidden_size} {dtype}"
-    return Probe(kind, 3 * counter.get_total_flops(), forward_backward)
+    layer = f"{MIXTURE if is_mixture else LAYER} {config.hidden_size} {dtype}"
+    return Probe(layer if num_sequences > 1 else launch_of(layer), 3 * counter.get_total_flops(), forward_backward)
 
 
 def pass_seconds(model: nn.Module, num_sequences: int, seq_len: int, dtype: str, device: Device) -> float:

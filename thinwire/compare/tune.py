@@ -11,7 +11,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.planner.plan_options import TuneConfig, read_tune_line
 
 if TYPE_CHECKING:
-    from thinwire.planner.plan import TrainingPlan
+    from thinwire.planner.training_plan import TrainingPlan
     from thinwire.planner.tune import Trial
 
 
@@ -43,7 +43,7 @@ def tuned(config: TuneConfig, found: TrainingPlan) -> TrainingPlan:
     while len(trials) < config.trials:
         chosen = next_ways(ways, trials, min(config.verify, config.trials - len(trials)))
         trials += map(Trial, chosen, raced(config, found, chosen, f"tune-{len(trials) + 1}"))
-        best = min(trials, key=lambda trial: trial.step_s)
+        best = min(trials, key=lambda trial: trial.step_s * trial.way.steps)
         print(f"{len(trials)} of {config.trials} ways measured; the fastest: {told(best)}")
     made = with_fastest(found, [trial.way for trial in trials], [trial.step_s for trial in trials])
     parts = ", ".join(f"{name} {part:.0%}" for name, part in importance(trials).items() if part >= 0.005)

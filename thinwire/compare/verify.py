@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from thinwire.compare.measure import Result
     from thinwire.cost import Machine
     from thinwire.lab import LabSpec
-    from thinwire.planner.plan import TrainingPlan
     from thinwire.planner.search import Priced
+    from thinwire.planner.training_plan import TrainingPlan
 
 # Steps of each way: in each of two rounds, some warm up and the others are timed.
 STEPS, ROUNDS = 20, 2
@@ -65,19 +65,26 @@ def verified(config: PlanConfig, found: TrainingPlan) -> TrainingPlan:
     """
     ways = found.search.fastest[: config.verify]
     times = raced(config, found, ways, "verify")
-    made, fastest = with_fastest(found, ways, times), times.index(min(times))
+    made, scores = with_fastest(found, ways, times), scores_of(ways, times)
+    fastest = scores.index(min(scores))
     print(
         f"the fastest measured is {contestant(fastest + 1, ways[fastest], found).name}; the fastest predicted takes "
-        f"{times[0] / times[fastest]:.2f} times as long"
+        f"{scores[0] / scores[fastest]:.2f} times as long"
     )
     return made
+
+
+def scores_of(ways: Sequence[Priced], times: Sequence[float]) -> list[float]:
+    """What the plan makes small, of measured seconds a step: times the steps until a target loss, where these count."""
+    return [way.steps * step_s for way, step_s in zip(ways, times, strict=True)]
 
 
 def with_fastest(found: TrainingPlan, ways: Sequence[Priced], times: Sequence[float]) -> TrainingPlan:
     """The plan with the way in front that was the fastest. Raises ThinwireError where none ran to its end."""
     if not math.isfinite(min(times)):
         raise ThinwireError("no way ran to its end; what they printed is in the folder of the race")
-    way = ways[times.index(min(times))]
+    scores = scores_of(ways, times)
+    way = ways[scores.index(min(scores))]
     rest = [other for other in found.search.fastest if other is not way]
     return replace(found, search=replace(found.search, fastest=(way, *rest)))
 
@@ -117,7 +124,7 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     """A candidate as a contestant of a race."""
     from thinwire.compare.contestants import Contestant
     from thinwire.methods.pipeline.across import STAGES
-    from thinwire.options import PIPELINE
+    from thinwire.options import EXPERTS, PIPELINE
 
     candidate = way.candidate
     options: dict[str, Any] = {"micro_batch": candidate.micro_batch}
@@ -127,13 +134,19 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
         options["tensor"] = candidate.tensor
     if candidate.sequence > 1:
         options["sequence.parallel"] = candidate.sequence
+    if candidate.experts > 1:
+        options |= {f"{EXPERTS}.{name}": value for name, value in candidate.travel}
+        options[f"{EXPERTS}.parallel"] = candidate.experts
+    if candidate.outer:
+        options |= {"inner": candidate.strategy, "local_size": candidate.num_ranks // candidate.islands}
     if candidate.stages > 1:
         options["stages"] = candidate.stages
         options |= {f"{PIPELINE}.{name}": value for name, value in candidate.options.items()}
         # As it was planned; the ranks need not choose.
         options[f"{PIPELINE}.across"] = STAGES
     stages = f"-{candidate.stages}-stages" if candidate.stages > 1 else ""
-    return Contestant(f"{number}-{candidate.strategy}{stages}", candidate.strategy, options)
+    strategy = candidate.outer or candidate.strategy
+    return Contestant(f"{number}-{strategy}{stages}", strategy, options)
 
 
 def lab_of(machine: Machine) -> LabSpec:

@@ -30,6 +30,15 @@ def pipette_s(
     return m / p * (trip_s + p * compute_s) + (p - 1) * compute_s + exchange_s
 
 
+def amp_s(num_stages: int, num_micro_batches: int, compute_s: float, trip_s: float, exchange_s: float = 0.0) -> float:
+    """Seconds of a 1F1B step by the older form (m - 1) C + T_pp + p C + T_dp, which counts the messages' trip once.
+
+    Args: see `pipette_s`. Source: "AMP" (NeurIPS 2022), as "Pipette" (DATE 2024) cites it.
+    """
+    p, m = num_stages, num_micro_batches
+    return (m - 1) * compute_s + trip_s + p * compute_s + exchange_s
+
+
 def trip_s(ranks: Sequence[int], network: Network, forward_bytes: float, backward_bytes: float) -> float:
     """T_pp: seconds of a micro-batch's messages from stage to stage and back, delays included.
 

@@ -14,6 +14,14 @@ from thinwire.cost.graph import Work
 from thinwire.cost.network import Network
 from thinwire.errors import ConfigError
 
+# Kinds of work: a layer and one of a mixture, each followed by its width and type, and their fixed costs.
+LAYER, MIXTURE = "layer", "mixture-layer"
+
+
+def launch_of(layer: str) -> str:
+    """The kind of a pass's fixed cost beside that of the work of layers."""
+    return layer.replace("layer ", "launch ", 1)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -80,13 +88,18 @@ class Machine:
             raise ConfigError(f"machine of {self.num_ranks} ranks: {work.kind!r} was not measured; calibrate it anew")
         return work.amount / (self.rates[work.kind] * (self.speeds[rank] if self.speeds else 1.0))
 
-    def layer(self, width: int, dtype: str) -> str:
-        """The kind of work of a transformer's layers, of the nearest measured width. Raises ConfigError."""
-        widths = [int(kind.split()[1]) for kind in self.rates if kind.startswith("layer ") and kind.endswith(dtype)]
+    def layer(self, width: int, dtype: str, kind: str = LAYER) -> str:
+        """The kind of work of a transformer's layers, of the nearest measured width. Raises ConfigError.
+
+        kind: LAYER, or MIXTURE of a mixture's.
+        """
+        known = [each.split() for each in self.rates if each.endswith(dtype)]
+        widths = [int(words[1]) for words in known if words[0] == kind]
         if not widths:
-            raise ConfigError(f"layers in {dtype} were not measured on this machine; calibrate it anew")
+            near = "" if kind == LAYER else ", with its preset among --models"
+            raise ConfigError(f"{kind}s in {dtype} were not measured on this machine; calibrate it anew{near}")
         nearest = min(widths, key=lambda each: abs(math.log(each / width)))
-        return f"layer {nearest} {dtype}"
+        return f"{kind} {nearest} {dtype}"
 
     def part(self, ranks: Sequence[int]) -> Machine:
         """Some of the ranks, in this order, each with an even share of its machine's cores."""

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cost import Machine
+from thinwire.cost.graph import ROUND
+from thinwire.cost.machine import LAYER, MIXTURE, launch_of
 from thinwire.errors import Problems, ThinwireError, nearest
 from thinwire.flags import CommandLine
+from thinwire.models.presets import NAMES as PRESETS
 
-PRESETS = ("tiny", "demo", "125m", "350m", "1b")
+# Of rates, by the first word of their kind.
+UNITS = dict.fromkeys((LAYER, MIXTURE), "GFLOP/s")
+UNITS |= dict.fromkeys((launch_of(f"{LAYER} ").strip(), launch_of(f"{MIXTURE} ").strip(), ROUND), "thousand/s")
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,8 @@ class CalibrateConfig:
     out: str = "machine.json"
     """File to write, on node 0."""
     models: tuple[str, ...] = ("tiny", "demo", "125m")
-    """Presets; one layer of each is timed, and a plan takes the preset whose width is nearest."""
+    """Presets, such as tiny or, of a mixture, moe-demo; one layer of each is timed, and a plan takes the preset of the
+    nearest width."""
     dtypes: tuple[str, ...] = ("fp32",)
     """Compute types to time: fp32, bf16 or both."""
     codecs: tuple[str, ...] = ()
@@ -127,7 +133,7 @@ def measure(config: CalibrateConfig) -> int:
     from thinwire.calibration.reach import all_on_this_machine
     from thinwire.collectives import Communicator
     from thinwire.launch.machine import threads_per_worker
-    from thinwire.models.llama import PRESETS as SIZES
+    from thinwire.models import PRESETS as SIZES
 
     threads, why = threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(threads)
@@ -218,13 +224,7 @@ def lines_on(machine: Machine) -> list[str]:
         lines.append(f"delays {1e3 * min(delays):.2g} to {1e3 * max(delays):.2g} ms; bursts {network.burst_s:.2g} s")
         lines.append(f"all at once: {machine.share:.0%} of a fair share of the link")
     for kind, rate in machine.rates.items():
-        unit = (
-            "GFLOP/s"
-            if kind.startswith("layer")
-            else "thousand/s"
-            if kind.split()[0] in ("launch", "round")
-            else "MB/s"
-        )
+        unit = UNITS.get(kind.split()[0], "MB/s")
         lines.append(f"  {kind:<36} {rate / {'GFLOP/s': 1e9, 'thousand/s': 1e3, 'MB/s': 1e6}[unit]:>10.4g} {unit}")
     cores = ", ".join(f"{num:g}" for num in machine.cores.num)
     lines.append(f"cores {cores}; work is {machine.cores.contention:.0%} slower where all of them are busy")

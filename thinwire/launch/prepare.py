@@ -199,6 +199,10 @@ def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None
         problems.messages.append(f"{what}: stages beside islands are not supported; nearest: --strategy sdp4bit")
     if type(model) is not Llama:
         problems.messages.append(f"{what} is for presets such as demo, and not for {config.model}; nearest: {stated}")
+    if config.order or config.tables.get(PIPELINE, {}).get("across", AUTO) == REPLICAS:
+        problems.messages.append(f"{what} finds the order of ranks: leave --order and --pipeline.across out")
+    if config.memory is not None or config.store is not None:
+        problems.messages.append(f"{what} takes what fits into the machine: leave --memory and --store out")
     if run.recovers:
         why = "a restarted process would choose for itself"
         problems.messages.append(f"{what} with recover: {why}; nearest: --stages {config.world_size}")
@@ -646,7 +650,7 @@ def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
 
 def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
     """The configuration of a resumed run, with the steps and the model that were chosen when the run began."""
-    if not config.resume or (config.minutes is None and config.model != "auto" and not config.is_planned_late):
+    if not config.resume or (config.minutes is None and config.model != "auto" and not config.plans):
         return config, []
     before = None
     # One that is damaged is told of later.
@@ -663,8 +667,10 @@ def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
     if config.model == "auto":
         rows.append(("--model auto", before.model, why))
         config = replace(config, model=before.model)
-    if config.is_planned_late:
-        rows.append((f"--strategy {config.strategy}", before.strategy, why))
+    if config.plans:
+        planned = f"--strategy {config.strategy}" if config.is_planned_late else f"--stages {config.stages}"
+        found = before.strategy if config.is_planned_late else f"{before.stages or 1}"
+        rows.append((planned, found, why))
         kept = ("strategy", "stages", "tensor", "order", "plan", "micro_batch", "tables")
         config = replace(config, **{name: getattr(before, name) for name in kept})
     return config, rows

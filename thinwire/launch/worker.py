@@ -58,7 +58,7 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
         return work_on(run, place.ordered(run.config.order), start)
     timeout = timedelta(seconds=run.config.timeout)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    if run.config.is_planned_late:
+    if run.config.plans:
         # Few runs need it.
         from thinwire.planner.chosen_plan import plan_run
 
@@ -71,13 +71,6 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     stop = StopFlag(is_replaced=start.island is not None)
     dtype = dtype_of(run, start, device)
     rows = start.effects
-    if run.config.chooses_stages:
-        # Few runs need it.
-        from thinwire.planner.chosen import choose_stages
-
-        run, more = choose_stages(run, device, dtype)
-        rows = [*rows, *more]
-        keep_config(run, place)
     if run.config.chooses_across:
         # Few runs need it.
         from thinwire.planner.chosen import choose_across

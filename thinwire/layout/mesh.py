@@ -40,10 +40,16 @@ def go_together(axes: Collection[str]) -> bool:
     return any({*axes} - {NEEDED} <= together for together in TOGETHER)
 
 
+def apart(axes: Collection[str]) -> list[str]:
+    """The axes that one mesh can't have beside each other, from the outside in; empty: it can have all of them."""
+    cut = [axis for axis in AXES if axis in axes and axis != NEEDED]
+    return [] if go_together(cut) else [axis for axis in cut if any(not go_together({axis, one}) for one in cut)]
+
+
 def check_beside(axis: str, others: Collection[str]) -> None:
     """Raise ConfigError if `axis` can't stand beside one of the other axes."""
-    if apart := [other for other in AXES if other in others and not go_together({axis, other})]:
-        listed = " or ".join(apart)
+    if wrong := [other for other in AXES if other in others and not go_together({axis, other})]:
+        listed = " or ".join(wrong)
         raise ConfigError(f"a mesh with {axis} beside {listed}: not supported; nearest: {axis} and data alone")
 
 

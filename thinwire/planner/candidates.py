@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.layout.mesh import apart
 from thinwire.methods.options import FP32
 from thinwire.methods.pipeline.options import FITTED, Pipeline
 from thinwire.methods.pipeline.recompute import AUTO
@@ -31,6 +32,10 @@ class Candidate:
         tensor: ranks over which the matrices of each replica are cut.
         sequence: ranks that share each sequence of a replica.
         memory: most memory of a rank, such as 800mb, where the rest lies on a disk; empty: all is in memory.
+        experts: ranks that share the experts of a mixture; each is a replica with data of its own.
+        outer: method of islands, each of which trains as the fields above say; empty: there are none.
+        islands: number of islands.
+        travel: options of what travels to or from experts, once it is chosen.
     """
 
     strategy: str
@@ -42,6 +47,39 @@ class Candidate:
     tensor: int = 1
     sequence: int = 1
     memory: str = ""
+    experts: int = 1
+    outer: str = ""
+    islands: int = 1
+    travel: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all islands."""
+        return self.islands * self.stages * self.sharing * self.tensor
+
+    @property
+    def inside(self) -> Candidate:
+        """What one island does."""
+        return replace(self, outer="", islands=1)
+
+    @property
+    def method(self) -> str:
+        """The strategy, and around it the method of islands: what decides how much is learnt from a token."""
+        return f"{self.outer} of {self.strategy}" if self.outer else self.strategy
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks of each axis of the mesh, from the outside in."""
+        return {
+            "island": self.islands, "pipeline": self.stages, "data": self.replicas // self.experts,
+            "expert": self.experts, "sequence": self.sequence, "tensor": self.tensor,
+        }  # fmt: skip
+
+    @property
+    def not_yet(self) -> str:
+        """Why the house can't train so yet; empty: it can."""
+        cut = [axis for axis, ranks in self.sizes.items() if ranks > 1]
+        return f"a mesh with {' beside '.join(axes)} is not supported yet" if (axes := apart(cut)) else ""
 
     @property
     def sharing(self) -> int:
@@ -51,8 +89,7 @@ class Candidate:
     @property
     def mesh(self) -> str:
         """The axes with several ranks, from the outside in."""
-        sizes = {"pipeline": self.stages, "data": self.replicas, "sequence": self.sequence, "tensor": self.tensor}
-        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
+        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "data=1"
 
     @property
     def borders(self) -> str:
@@ -69,22 +106,61 @@ class Candidate:
     def flags(self) -> str:
         """The flags for `thinwire train`."""
         table = [f"--pipeline.{name} {value}" for name, value in self.options.items() if value != "never"]
-        axes = {"stages": self.stages, "sequence.parallel": self.sequence, "tensor": self.tensor}
-        cut = [f"--{axis} {ranks}" for axis, ranks in axes.items() if ranks > 1]
+        axes = {"stages": self.stages, "experts.parallel": self.experts, "sequence.parallel": self.sequence}
+        cut = [f"--{axis} {ranks}" for axis, ranks in (axes | {"tensor": self.tensor}).items() if ranks > 1]
+        table += [f"--experts.{name} {value}" for name, value in self.travel]
         table += [f"--memory {self.memory}"] if self.memory else []
-        return " ".join([*cut, f"--micro-batch {self.micro_batch}", f"--strategy {self.strategy}", *table])
+        strategy = f"--strategy {self.strategy}"
+        if self.outer:
+            size = self.num_ranks // self.islands
+            strategy = f"--strategy {self.outer} --inner {self.strategy} --local-size {size}"
+        return " ".join([*cut, f"--micro-batch {self.micro_batch}", strategy, *table])
+
+
+@dataclass(frozen=True)
+class AxisSizes:
+    """The numbers of ranks to try on some axes.
+
+    Attributes:
+        tensors: over which matrices may be cut.
+        sequences: that may share a sequence.
+        experts: that may share the experts of a mixture.
+        has_stages: whether layers may be cut over ranks.
+        islands: numbers of islands, all of equal size.
+    """
+
+    tensors: Sequence[int] = (1,)
+    sequences: Sequence[int] = (1,)
+    experts: Sequence[int] = (1,)
+    has_stages: bool = True
+    islands: Sequence[int] = ()
 
 
 def candidates(
     num_ranks: int, num_layers: int, num_sequences: int, strategies: Sequence[str], stated: Mapping[str, Any],
-    largest: int = LARGEST_MICRO_BATCH, tensors: Sequence[int] = (1,), sequences: Sequence[int] = (1,),
+    largest: int = LARGEST_MICRO_BATCH, axes: AxisSizes | None = None, outers: Sequence[str] = (),
 ) -> Iterator[Candidate]:  # fmt: skip
     """All ways to train `num_sequences` in a step, sorted so that those that change less of the training come first.
 
-    stated: options of the pipeline that are fixed. largest: largest micro-batch. tensors: numbers of ranks over which
-    matrices may be cut. sequences: numbers of ranks that may share a sequence, without stages and tensor ranks. If a
+    Also those that the house can't train yet, see `Candidate.not_yet`.
+
+    stated: options of the pipeline that are fixed. largest: largest micro-batch. outers: methods of islands. If a
     strategy has a single rank, it sends nothing, and the first one stands for all.
     """
+    axes = axes or AxisSizes()
+    sizes = strategies, stated, largest, axes
+    yield from of_one_island(num_ranks, num_layers, num_sequences, *sizes)
+    for islands, outer in product(axes.islands, outers):
+        if num_sequences % islands == 0:
+            for way in of_one_island(num_ranks // islands, num_layers, num_sequences // islands, *sizes):
+                yield replace(way, outer=outer, islands=islands)
+
+
+def of_one_island(
+    num_ranks: int, num_layers: int, num_sequences: int, strategies: Sequence[str], stated: Mapping[str, Any],
+    largest: int, axes: AxisSizes,
+) -> Iterator[Candidate]:  # fmt: skip
+    """Yield the candidates without islands."""
     default = (Pipeline.forward, Pipeline.backward)
     codecs = [(FP32, FP32), default]
     free: dict[str, tuple[str, ...]] = {"plan": PLANS, "recompute": RECOMPUTE}
@@ -92,12 +168,12 @@ def candidates(
     if "forward" in stated or "backward" in stated:
         codecs = [(stated.get("forward", default[0]), stated.get("backward", default[1]))]
     rest = {name: value for name, value in stated.items() if name not in (*free, "forward", "backward")}
-    for stages, tensor, shared in product(range(1, min(num_ranks, num_layers) + 1), tensors, sequences):
-        # A sequence axis works beside a data axis alone.
-        if shared > 1 and stages * tensor > 1:
-            continue
+    most_stages = min(num_ranks, num_layers) if axes.has_stages else 1
+    for stages, tensor, shared, experts in product(
+        range(1, most_stages + 1), axes.tensors, axes.sequences, axes.experts
+    ):
         replicas, rest_of_ranks = divmod(num_ranks, stages * tensor * shared)
-        if rest_of_ranks or num_sequences % replicas:
+        if rest_of_ranks or num_sequences % replicas or replicas % experts:
             continue
         each = num_sequences // replicas
         sizes = [size for size in range(1, min(each, largest) + 1) if each % size == 0]
@@ -113,4 +189,6 @@ def candidates(
             # What an order or a cut can't take is no candidate.
             with suppress(ConfigError):
                 pipeline = Pipeline(**(rest if stages > 1 else {}), **options)
-                yield Candidate(name, stages, replicas, size, each // size, pipeline, tensor, shared)
+                yield Candidate(
+                    name, stages, replicas, size, each // size, pipeline, tensor, shared, experts=experts
+                )  # fmt: skip

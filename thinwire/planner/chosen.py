@@ -1,8 +1,7 @@
-"""`--stages auto` and `--experts.* auto`: the ranks measure themselves and their links, and rank 0 searches."""
+"""`--pipeline.across auto` and `--experts.* auto`: the ranks measure themselves and their links, and rank 0 chooses."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +22,13 @@ from thinwire.models import Llama, build_model, build_skeleton
 from thinwire.models.seam import mixture_of
 from thinwire.options import EXPERTS, PIPELINE, model_table
 from thinwire.planner.experts import choose_experts as experts_on
-from thinwire.planner.explain import found_stages, step_of_stages
+from thinwire.planner.explain import step_of_stages
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.options import AUTO, ExplainConfig
-from thinwire.planner.search import Search
 from thinwire.planner.stages import Grid
-from thinwire.report.units import bytes_text, seconds_text, short
+from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
-from thinwire.run.effects import batch_row, pipeline_rows, unused_rows
+from thinwire.run.effects import unused_rows
 from thinwire.run.run import Run
 from thinwire.table import Row
 
@@ -38,32 +36,6 @@ from thinwire.table import Row
 TIMED_LAYERS = 2
 # Of a mixture's.
 TIMED_EXPERTS = 2
-
-
-def choose_stages(run: Run, device: Device, dtype: str | None) -> tuple[Run, list[Row]]:
-    """The run with the fastest candidate that fits, in place of `--stages auto`, the same on all ranks.
-
-    And rows about it.
-
-    Stages, tensor ranks with `--tensor auto`, micro-batch, order, borders and recomputation are searched unless they
-    are stated. The strategy stays.
-    dtype: the compute type, if this rank knows it. A collective over the default group. Raises ConfigError on all ranks
-    if nothing fits.
-    """
-    config = run.config
-    model, grid, memory_bytes = measured_for(f"--stages {AUTO}", config, device, dtype)
-    told: tuple[str, dict[str, Any], list[Row]] = "", {}, []
-    if dist.get_rank() == 0:
-        try:
-            told = "", *searched(config, model, grid, memory_bytes)
-        except ConfigError as error:
-            told = str(error), {}, []
-    problem, values, rows = told_by_first(told, "the stages")
-    if problem:
-        raise ConfigError(f"--stages {AUTO}: {problem}")
-    made = Run.of(replace(config, **values))
-    batch = derive(made.config, made.config.num_shares)
-    return made, [*rows, batch_row(made.config, batch, made.config.num_shares), *pipeline_rows(made, batch)]
 
 
 def choose_across(run: Run, device: Device, dtype: str | None) -> tuple[Run, list[Row]]:
@@ -81,7 +53,7 @@ def choose_across(run: Run, device: Device, dtype: str | None) -> tuple[Run, lis
     if config.model.startswith("hf:"):
         why = "models of transformers have no predicted seconds; nearest: state --pipeline.across"
         return crossing(run, STAGES), [(f"across {AUTO}", STAGES, why)]
-    _, grid, _ = measured_for(f"--pipeline.across {AUTO}", config, device, dtype)
+    grid = measured_for(f"--pipeline.across {AUTO}", config, device, dtype)
     found: dict[str, float] = {}
     if dist.get_rank() == 0:
         found = {across: predicted_s(crossing(run, across), grid) for across in (STAGES, REPLICAS)}
@@ -109,16 +81,16 @@ def predicted_s(run: Run, grid: Grid) -> float:
     return step_of_stages(asked, run.strategy, grid)
 
 
-def measured_for(asked: str, config: TrainConfig, device: Device, dtype: str | None) -> tuple[Llama, Grid, float]:
-    """The run's model without memory, what `measured` finds, and a line about it. A collective.
+def measured_for(asked: str, config: TrainConfig, device: Device, dtype: str | None) -> Grid:
+    """What `measured` finds, after a line about it. A collective.
 
-    asked: the option that needs them. dtype: the compute type, if this rank knows it.
+    asked: the option that needs it. dtype: the compute type, if this rank knows it.
     """
     if dist.get_rank() == 0:
         print(f"{asked}: measuring the ranks and their links ...", flush=True)
     model = skeleton_of(config)
     assert isinstance(model, Llama)
-    return model, *measured(config, model, device, told_by_first(dtype, "its dtype") or "fp32")
+    return measured(config, model, device, told_by_first(dtype, "its dtype") or "fp32")
 
 
 def skeleton_of(config: TrainConfig) -> nn.Module:
@@ -127,8 +99,8 @@ def skeleton_of(config: TrainConfig) -> nn.Module:
     return build_skeleton(config.model, load_tokenizer(config.tokenizer).vocab_size, config.seq_len, table)
 
 
-def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> tuple[Grid, float]:
-    """The rates of the slowest rank and the slowest links, and the smallest memory in bytes. A collective.
+def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> Grid:
+    """The rates of the slowest rank and the slowest links. A collective.
 
     All ranks compute at the same time, then all send at the same time, each to the next.
     """
@@ -137,17 +109,13 @@ def measured(config: TrainConfig, model: Llama, device: Device, dtype: str) -> t
     num_sequences = derive(config, config.num_shares).micro_batch
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
     comm.barrier()
-    own = pass_seconds(timed, num_sequences, config.seq_len, dtype, device)
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    told = of_all_ranks((own, device.memory_bytes(num_local)), "how fast it is")
+    told = of_all_ranks(pass_seconds(timed, num_sequences, config.seq_len, dtype, device), "how fast it is")
     topology = comm.topology
     rate, local_rate, delay_s = slowest_links(comm, config.timeout)
     layer, ends = layer_and_ends(model.config, config.seq_len)
     # A backward computes twice what the forward does.
     operations = 3 * num_sequences * (TIMED_LAYERS * layer.operations + ends.operations)
-    flops = operations / max(seconds for seconds, _ in told)
-    grid = Grid(topology.num_nodes, topology.local_size, flops, rate, local_rate, delay_s)
-    return grid, min(memory for _, memory in told)
+    return Grid(topology.num_nodes, topology.local_size, operations / max(told), rate, local_rate, delay_s)
 
 
 def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, float | None, float]:
@@ -215,38 +183,3 @@ def sizes_timed(model: nn.Module) -> tuple[int, int, int]:
     """Of two of a mixture's experts, [experts, inner, hidden]; of usual ones where another model is refused later."""
     sizes = mixture_of(model)
     return USUAL_EXPERTS if sizes is None else (TIMED_EXPERTS, sizes.inner, sizes.width)
-
-
-def searched(config: TrainConfig, model: Llama, grid: Grid, memory_bytes: float) -> tuple[dict[str, Any], list[Row]]:
-    """The changes of the configuration for the fastest candidate, and rows about it.
-
-    Raises ConfigError if none fits.
-    """
-    batch = derive(config, config.num_shares)
-    asked = ExplainConfig(
-        strategy=config.strategy, nodes=grid.nodes, local_size=grid.local_size, model=config.model,
-        tokenizer=config.tokenizer, stages=AUTO, tensor=config.tensor, seq_len=config.seq_len,
-        micro_batches=batch.accumulation, micro_batch=batch.micro_batch, memory_gb=memory_bytes / 1e9,
-        tables=config.tables,
-    )  # fmt: skip
-    found, result = found_stages(model, asked, [config.strategy], grid, config.micro_batch)
-    values = {
-        "stages": found.num_stages, "tensor": found.tensor, "micro_batch": found.micro_batch, "tables": found.tables,
-    }  # fmt: skip
-    return values, rows_on(result, grid, memory_bytes)
-
-
-def rows_on(result: Search, grid: Grid, memory_bytes: float) -> list[Row]:
-    """Rows about the choice, how much slower other numbers of stages are, and the measurements."""
-    (cut, best), *slower = result.fastest_of_cuts
-    others = [f"{seconds_text(other.step_s)} with {name}" for name, other in slower]
-    why = "; ".join([f"simulated: {seconds_text(best.step_s)} a step with {cut}", *others])
-    rates: dict[str, Any] = {"between nodes": grid.rate, "inside a node": grid.local_rate}
-    links = [f"links {where} {8 * rate / 1e6:,.0f} Mbit/s" for where, rate in rates.items() if rate is not None]
-    tried = f"{len(result.fastest)} ways fit into {bytes_text(memory_bytes)} a rank"
-    tried += f", {len(result.too_large)} do not" if result.too_large else ""
-    tried += f", {sum(map(len, result.refused.values()))} can't run" if result.refused else ""
-    return [
-        (f"--stages {AUTO}", best.candidate.flags, why),
-        ("measured for it", ", ".join([f"{short(grid.flops)} FLOP/s a rank", *links]), tried),
-    ]

@@ -1,4 +1,4 @@
-"""`thinwire train --strategy auto`: the ranks measure themselves and their links, and rank 0 plans."""
+"""`--strategy auto` and `--stages auto` of a run: the ranks measure themselves and their links, and rank 0 plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, build_skeleton
 from thinwire.options import CHOSEN_FROM, PIPELINE, SEQUENCE, model_table
-from thinwire.planner.plan import TrainingPlan, make, plan
+from thinwire.planner.objective import methods_of
+from thinwire.planner.options import AUTO
+from thinwire.planner.plan import ALL_AXES, plan
+from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.effects import batch_row, pipeline_rows
@@ -34,8 +37,10 @@ from thinwire.table import Row
 
 
 def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None, number: int) -> tuple[Run, list[Row]]:
-    """The run with the fastest plan in place of `--strategy auto`, the same on all ranks; and rows about it.
+    """The run with the fastest plan in place of `auto`, the same on all ranks; and, on rank 0, rows about it.
 
+    `--strategy auto` leaves the strategy and the whole mesh free, `--stages auto` stages, micro-batch, order of ranks
+    and, with `--tensor auto`, tensor ranks.
     Leaves machine.json, plan.json and plan-trace.json in the run directory. dtype: the compute type, if this rank knows
     it. number: of this worker on its machine. store: of all ranks, which have no process group yet. A collective over
     all ranks. Raises ConfigError on all of them if nothing fits.
@@ -57,7 +62,7 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
             found = planned(config, model, machine, dtype)
             planned_s = time.perf_counter() - start - measured_s
             spent = f"measured in {seconds_text(measured_s)}, planned in {seconds_text(planned_s)}"
-            rows = [*found.rows(), *rows_on(machine, spent, config)]
+            rows = [*found.rows(asked_by(config)), *rows_on(machine, spent, config)]
             told = "", {**changes(config, found), "plan": str(RunDir(config.run_dir).plan)}, rows
             RunDir(config.run_dir).machine.write_text(machine.to_json())
             RunDir(config.run_dir).plan.write_text(found.to_json())
@@ -68,9 +73,12 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
     forget_groups()
     dist.destroy_process_group()
     if problem:
-        raise ConfigError(f"--strategy {config.strategy}: {problem}")
+        raise ConfigError(f"{asked_by(config)}: {problem}")
     made = Run.of(replace(config, **values))
     batch = derive(made.config, made.config.num_shares)
+    if place.rank:
+        # Nodes of the lab share a terminal, and the rows are long.
+        return made, []
     return made, [*rows, batch_row(made.config, batch, made.config.num_shares), *pipeline_rows(made, batch)]
 
 
@@ -79,12 +87,13 @@ def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Mach
 
     def say(line: str) -> None:
         if dist.get_rank() == 0:
-            print(f"--strategy {config.strategy}: {line}", flush=True)
+            print(f"{asked_by(config)}: {line}", flush=True)
 
     kind, _ = choose(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    methods = [make(name, config.tables) for name in CHOSEN_FROM]
-    options = [Pipeline(**config.tables.get(PIPELINE, {}))]
-    codecs = dict.fromkeys(str(codec) for each in (*methods, *options) for codec in each.codecs)
+    methods = methods_of(strategies_of(config), config.tables).values()
+    borders = Pipeline(**config.tables.get(PIPELINE, {})).codecs
+    used = (*borders, *(codec for method in methods for codec in method.codecs))
+    codecs = dict.fromkeys(map(str, used))
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
     machine = calibrate(
         comm, layers=[replace(model.config, num_hidden_layers=1)], dtypes=[dtype], codecs=codecs,
@@ -94,12 +103,24 @@ def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Mach
     return machine
 
 
+def asked_by(config: TrainConfig) -> str:
+    """The option that asks for a plan."""
+    return f"--strategy {config.strategy}" if config.is_planned_late else f"--stages {config.stages}"
+
+
+def strategies_of(config: TrainConfig) -> tuple[str, ...]:
+    """Those to choose from. Islands have launchers of their own, before the ranks meet."""
+    return CHOSEN_FROM if config.is_planned_late else (config.strategy,)
+
+
 def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> TrainingPlan:
     """The fastest plan, with everything that is stated kept. Raises ConfigError if nothing fits."""
     stages = config.stages if isinstance(config.stages, int) else None
+    stated = ("tensor",) if config.tensor == AUTO else ()
     return plan(
         model, machine, tokens_per_step=derive(config, config.world_size).tokens_per_step, seq_len=config.seq_len,
-        micro_batch=config.micro_batch, stages=stages, dtype=dtype, tables=config.tables,
+        micro_batch=config.micro_batch, strategies=strategies_of(config), stages=stages, dtype=dtype,
+        tables=config.tables, axes=ALL_AXES if config.is_planned_late else stated,
     )  # fmt: skip
 
 
@@ -110,7 +131,7 @@ def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
     tables = dict(config.tables)
     for name in {PIPELINE, SEQUENCE} & values.keys():
         tables[name] = {**tables.get(name, {}), **values.pop(name)}
-    return {"stages": None, **values, "tables": tables}
+    return {"stages": None, "tensor": None, **values, "tables": tables}
 
 
 def rows_on(machine: Machine, spent: str, config: TrainConfig) -> list[Row]:

@@ -204,32 +204,33 @@ def capacity_notes(model: nn.Module, config: ExplainConfig, shape: MeshShape) ->
     return model.config.capacity_rows(tokens_of(config, shape)) if isinstance(model, MoELlama) else []
 
 
+def apart_of(whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[nn.Module, nn.Module, Topology]:
+    """What a rank has besides experts, and of the experts; and the grid of those that have the same experts.
+
+    Raises ConfigError for a model or ranks that don't fit.
+    """
+    _, placement = placed(whole, config, shape)
+    paths = tuple(f"{name}." for name in experts_of(whole))
+    named = dict(whole.named_parameters())
+    experts = {name: placement.part(param, 0) for name, param in named.items() if name.startswith(paths)}
+    rest = {name: param for name, param in named.items() if name not in experts}
+    same = [rank for rank in range(shape.world_size) if rank // shape.sequence % shape.expert == 0]
+    replicas = Topology.stated(len(same), along(Topology(config.nodes, config.local_size), same))
+    return holder(rest), holder(experts), replicas
+
+
 def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:
     """A rank's plan: experts among their replicas, all other weights among all ranks, and the rows.
 
     Raises ConfigError for a strategy, model or ranks that don't support it.
     """
     check_data_method(strategy)
-    sizes, placement = placed(whole, config, shape)
+    sizes, _ = placed(whole, config, shape)
     grid = Topology(config.nodes, config.local_size)
-    paths = tuple(f"{name}." for name in experts_of(whole))
-    named = dict(whole.named_parameters())
-    experts = {name: placement.part(param, 0) for name, param in named.items() if name.startswith(paths)}
     holders = neighbours(0, shape.expert, shape.sequence)
-    same = [rank for rank in range(shape.world_size) if rank // shape.sequence % shape.expert == 0]
-    replicas = Topology.stated(len(same), along(grid, same))
-    rest = {name: param for name, param in named.items() if name not in experts}
-    first, second = (
-        strategy.plan(holder(tensors), on, config.passes) for tensors, on in ((rest, grid), (experts, replicas))
-    )
-    part_numel = sum(param.numel() for param in experts.values()) // sizes.layers
-    of_layer = sent(
-        placement,
-        rows_of(sizes, placement, config, shape),
-        options_of(config, shape, sizes.width),
-        part_numel,
-        local_size(config, shape),
-    )
+    rest, experts, replicas = apart_of(whole, config, shape)
+    first, second = (strategy.plan(each, on, config.passes) for each, on in ((rest, grid), (experts, replicas)))
+    of_layer = rows_sent(whole, config, shape, options_of(config, shape, sizes.width))
     passes = sizes.layers * config.passes
     messages = {
         (OPERATION, level): num_bytes * passes for level, num_bytes in levels_of(of_layer, grid, holders).items()
@@ -239,6 +240,15 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
         optimizer=first.optimizer + second.optimizer, passing=first.passing + second.passing,
         sent=added(added(first.sent, second.sent), messages), other=added(first.other, second.other),
     )  # fmt: skip
+
+
+def rows_sent(
+    whole: nn.Module, config: ExplainConfig, shape: MeshShape, way: ExpertParallel
+) -> dict[tuple[int, int], int]:
+    """Bytes of one layer's rows in a micro-batch, forward and backward, by (holder, holder)."""
+    sizes, placement = placed(whole, config, shape)
+    part_numel = sizes.expert_numel * placement.experts // placement.ranks
+    return sent(placement, rows_of(sizes, placement, config, shape), way, part_numel, local_size(config, shape))
 
 
 def local_size(config: ExplainConfig, shape: MeshShape) -> int:

@@ -41,7 +41,7 @@ from thinwire.models.seam import mixture_of
 from thinwire.models.tensor import activation_bytes, cut_skeleton, tensor_sizes
 from thinwire.optim import SummingOptimizer
 from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, SEQUENCE, build_strategy, model_table, strategy_table
-from thinwire.planner.candidates import LARGEST_MICRO_BATCH, Candidate, candidates
+from thinwire.planner.candidates import LARGEST_MICRO_BATCH, AxisSizes, Candidate, candidates
 from thinwire.planner.experts import (
     ExpertWay,
     capacity_notes,
@@ -495,7 +495,9 @@ def found_stages(
     made = {name: strategy_of(name, config) for name in names}
     num_sequences, stated = grid.num_ranks * config.passes * config.micro_batch, config.tables.get(PIPELINE, {})
     tensors = tensor_sizes(model.config, grid.local_size) if config.tensor == AUTO else [1]
-    listed = candidates(grid.num_ranks, len(model.model.layers), num_sequences, names, stated, largest, tensors)
+    listed = candidates(
+        grid.num_ranks, len(model.model.layers), num_sequences, names, stated, largest, AxisSizes(tensors)
+    )
     memory = None if config.memory_gb is None else config.memory_gb * 1e9
     result = search(model, listed, planned, grid, config.seq_len, memory, config.loss)
     if not result.fastest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from thinwire.losses import cut_loss
 from thinwire.models import Llama
 from thinwire.models.llama import LlamaConfig
+from thinwire.models.moe import MoEConfig
 from thinwire.models.tensor import cut_skeleton
 
 
@@ -51,6 +52,14 @@ def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = 
         num_bytes = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in given)
         num_bytes -= model.lm_head.weight.nbytes if is_cut else 0
     return Forward(counter.get_total_flops(), num_bytes)
+
+
+def dense_of(config: LlamaConfig) -> LlamaConfig:
+    """Sizes of a dense model with as many operations, if the router sends equally many rows to each expert."""
+    if not isinstance(config, MoEConfig):
+        return config
+    own = {item.name: getattr(config, item.name) for item in fields(LlamaConfig)}
+    return LlamaConfig(**{**own, "intermediate_size": config.num_experts_per_tok * config.intermediate_size})
 
 
 @cache

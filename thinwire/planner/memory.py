@@ -114,7 +114,7 @@ def features_of(config: LlamaConfig, way: Candidate) -> tuple[float, ...]:
     each = way.num_micro_batches * way.micro_batch
     layers = config.num_hidden_layers
     return (
-        way.stages * way.sharing * way.tensor, layers, config.hidden_size, config.num_attention_heads, way.tensor,
+        way.num_ranks, layers, config.hidden_size, config.num_attention_heads, way.tensor,
         way.stages, way.sharing, layers / way.stages, way.micro_batch / way.sequence, each * way.replicas, each,
     )  # fmt: skip
 

@@ -8,12 +8,19 @@ from dataclasses import dataclass, field, replace
 
 from thinwire.cost import Cores, Machine, Network, Work
 from thinwire.cost.closed import trip_s
+from thinwire.cost.machine import launch_of
 from thinwire.methods.options import FP32
 from thinwire.methods.pipeline import Costs
 from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.planner.order import RankOrder
 from thinwire.planner.stages import Grid
+
+
+def groups_of(order: Sequence[int], stages: int, tensor: int = 1) -> list[list[int]]:
+    """The ranks of each stage, of ranks in this order; of each tensor axis the first."""
+    size = len(order) // stages
+    return [list(order[stage * size : (stage + 1) * size : tensor]) for stage in range(stages)]
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class PlacedMachine(Grid):
     @classmethod
     def of(cls, machine: Machine, order: RankOrder, layer: str, num_layers: int, tensor: int = 1) -> PlacedMachine:
         """The machine with ranks in this order. layer: the kind of work of the model's layers."""
-        local, launch = machine.local_size, machine.rates.get(layer.replace("layer", "launch"), math.inf)
+        local, launch = machine.local_size, machine.rates.get(launch_of(layer), math.inf)
         flops, nodes = machine.rates[layer], machine.num_ranks // local
         pairs = [(order[at], order[at + 1]) for at in range(0, len(order) - 1) if (at + 1) % tensor]
         rate = min((machine.fabric.rates[a][b] for a, b in pairs), default=math.inf)
@@ -48,8 +55,7 @@ class PlacedMachine(Grid):
 
     def groups(self, stages: int) -> list[list[int]]:
         """The ranks of each stage."""
-        size = self.num_ranks // stages
-        return [list(self.order[stage * size :][: size : self.tensor]) for stage in range(stages)]
+        return groups_of(self.order, stages, self.tensor)
 
     @property
     def busy(self) -> float:

@@ -37,7 +37,8 @@ class PlanConfig:
     micro_batch: int = 8
     """Most sequences in one forward pass of one worker."""
     strategies: str = "all"
-    """Strategies to choose from, separated by commas; all: those that learn as much from a token as exact training."""
+    """Strategies to choose from, separated by commas, methods of islands included; all: those that learn as much from a
+    token as exact training, and islands of which it is known what they learn."""
     stages: int | None = None
     """Stages of a pipeline; by default those of the fastest."""
     memory: str | None = None

@@ -31,6 +31,7 @@ class Priced:
         order: the rank in each place; empty: unchanged.
         terms: parts of a step of the first rank, by the names of a run's metrics.
         counted: what its memory follows from.
+        steps: until a target loss, divided by those of exact training.
     """
 
     candidate: Candidate
@@ -41,6 +42,12 @@ class Priced:
     order: tuple[int, ...] = ()
     terms: Mapping[str, float] = field(default_factory=dict)
     counted: Recorded | None = None
+    steps: float = 1.0
+
+    @property
+    def score(self) -> float:
+        """What the search makes small: seconds a step, times the steps until a target loss."""
+        return self.step_s * self.steps
 
 
 @dataclass(frozen=True)
@@ -51,20 +58,23 @@ class Search:
         fastest: those that fit, fastest first; equally fast ones in the order of `candidates`.
         too_large: those that don't fit, smallest first.
         refused: candidates that can't run, by reason.
+        aside: candidates that fit, but are not to be chosen, by reason, fastest first.
     """
 
     fastest: tuple[Priced, ...]
     too_large: tuple[Priced, ...]
     refused: dict[str, list[Candidate]]
+    aside: dict[str, list[Priced]] = field(default_factory=dict)
 
     @property
     def fastest_of_cuts(self) -> list[tuple[str, Priced]]:
-        """The fastest of each number of stages, tensor and sequence ranks, fastest first, and what to call these."""
+        """The fastest of each number of ranks on the axes but data, fastest first, and what to call these."""
         found: dict[str, Priced] = {}
         for priced in self.fastest:
             way = priced.candidate
-            axes = {"tensor": way.tensor, "sequence": way.sequence}
+            axes = {"tensor": way.tensor, "sequence": way.sequence, "expert": way.experts}
             more = "".join(f" x {size} {axis} ranks" for axis, size in axes.items() if size > 1)
+            more += f" in each of {way.islands} islands" if way.outer else ""
             found.setdefault(f"{way.stages} stage(s){more}", priced)
         return list(found.items())
 
@@ -98,11 +108,16 @@ def search(
 
 
 def ranked(
-    found: Iterable[Candidate], price_of: Callable[[Candidate], Priced], memory_bytes: float | None = None
-) -> Search:
-    """Price candidates with any function, and rank those that fit; see `search`."""
+    found: Iterable[Candidate], price_of: Callable[[Candidate], Priced], memory_bytes: float | None = None,
+    why_not: Callable[[Candidate], str] = lambda way: way.not_yet,
+) -> Search:  # fmt: skip
+    """Price candidates with any function, and rank those that fit; see `search`.
+
+    why_not: why a candidate is not to be chosen, whatever it costs; empty: it may be.
+    """
     fits: list[Priced] = []
     too_large: list[Priced] = []
+    aside: dict[str, list[Priced]] = {}
     refused: dict[str, list[Candidate]] = {}
     fitting: set[Candidate] = set()
     for candidate in found:
@@ -115,12 +130,17 @@ def ranked(
             refused.setdefault(str(error), []).append(candidate)
             continue
         if memory_bytes is not None and priced.memory_bytes > memory_bytes:
-            too_large.append(priced)
+            # The least memory that would do is that of a way that can be chosen.
+            too_large += [] if why_not(candidate) else [priced]
+            continue
+        fitting.add(as_kept)
+        if reason := why_not(candidate):
+            aside.setdefault(reason, []).append(priced)
         else:
-            fitting.add(as_kept)
             fits.append(priced)
-    fits.sort(key=lambda priced: priced.step_s)
-    return Search(tuple(fits), tuple(sorted(too_large, key=lambda priced: priced.memory_bytes)), refused)
+    for ways in (fits, *aside.values()):
+        ways.sort(key=lambda priced: priced.score)
+    return Search(tuple(fits), tuple(sorted(too_large, key=lambda priced: priced.memory_bytes)), refused, aside)
 
 
 def price(candidate: Candidate, stages: Stages, planned: PlanOf, grid: Grid) -> Priced:

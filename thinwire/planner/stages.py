@@ -146,20 +146,23 @@ class Stages:
 
 def stages_of(
     model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid,
-    loss: str = "auto", tensor: int = 1, memory_bytes: float | None = None,
+    loss: str = "auto", tensor: int = 1, sequence: int = 1, attention_s: float = 0.0,
+    memory_bytes: float | None = None,
 ) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
 
     loss: as for `thinwire train`. tensor: ranks over which the model's matrices are already cut, and which sum their
-    results twice in each layer's forward and twice in its backward. memory_bytes: of a rank, by which recompute "auto"
-    is decided; the result's options state what was chosen. Raises ConfigError for stages, layers and
+    results twice in each layer's forward and twice in its backward. sequence: ranks that share each sequence, and send
+    for attention_s seconds in each layer's forward and backward together. memory_bytes: of a rank, by which recompute
+    "auto" is decided; the result's options state what was chosen. Raises ConfigError for stages, layers and
     micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers))
     parts, sizes = cut_parts(model, options, stages)
-    even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss, tensor)
-    sum_s = grid.sum_s(4.0 * batch * seq_len * model.config.hidden_size, tensor)
-    costs = grid.costs(with_sums(even, sizes, sum_s), options, stages)
+    even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss, tensor, sequence)
+    sum_s = grid.sum_s(4.0 * batch * seq_len * model.config.hidden_size / sequence, tensor)
+    # Half of attention's messages go forward, and each pass stands for two sums.
+    costs = grid.costs(with_sums(even, sizes, sum_s + attention_s / 4), options, stages)
     links, cores = grid.links(stages, options.across, tensor), grid.cores(stages)
     num = min(num_micro_batches, LONGEST)
     room = None if memory_bytes is None else [memory_bytes - held_bytes(part) for part in parts]
@@ -234,19 +237,19 @@ def rows_of(own: Own, weight: torch.Tensor) -> nn.Module:
 
 def costs_of(
     model: Llama, options: Pipeline, sizes: Sequence[int], home: Sequence[int], batch: int, seq_len: int, flops: float,
-    loss: str = "auto", tensor: int = 1,
+    loss: str = "auto", tensor: int = 1, sequence: int = 1,
 ) -> Costs:  # fmt: skip
     """The costs of one micro-batch. A backward has twice the operations of the forward."""
     loss, _ = loss_in_effect(loss, batch * seq_len, model.config.vocab_size)
     # A spread head has logits.
     loss = "plain" if options.head == SPREAD else loss
     layer, ends = layer_and_ends(model.config, seq_len, is_cut=loss == "cut", tensor=tensor)
-    work = [num * layer.operations for num in sizes]
-    kept = [num * layer.kept_bytes for num in sizes]
+    work = [num * layer.operations / sequence for num in sizes]
+    kept = [num * layer.kept_bytes / sequence for num in sizes]
     if options.head != SPREAD:
-        work[-1] += ends.operations
-        kept[-1] += ends.kept_bytes
-    num_elements = batch * seq_len * model.config.hidden_size
+        work[-1] += ends.operations / sequence
+        kept[-1] += ends.kept_bytes / sequence
+    num_elements = batch * seq_len * model.config.hidden_size // sequence
     seconds = tuple(batch * each / flops for each in work)
     crossing = options.crossing(0)
     forward, backward = (

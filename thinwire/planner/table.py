@@ -164,7 +164,7 @@ def ranking(found: Search) -> Table:
         table.add_row(
             seconds_text(priced.step_s), bytes_text(priced.memory_bytes), percent_text(priced.bubble),
             seconds_text(priced.link_s), way.mesh,
-            f"{way.num_micro_batches} of {way.micro_batch}", way.strategy,
+            f"{way.num_micro_batches} of {way.micro_batch}", way.method,
             *((way.pipeline.plan, way.borders, way.pipeline.recompute) if way.stages > 1 else ("", "", "")),
         )  # fmt: skip
     return table
@@ -185,6 +185,12 @@ def reasons_of(found: Search) -> Iterator[str]:
         yield (
             f"{len(found.too_large)} more do not fit into a rank's memory; the smallest needs "
             f"{bytes_text(least.memory_bytes)}: {least.candidate.flags}"
+        )
+    for reason, priced in found.aside.items():
+        first = priced[0]
+        yield (
+            f"Priced, not chosen: {seconds_text(first.step_s)} a step with {first.candidate.mesh}, "
+            f"{first.candidate.flags}, the fastest of {len(priced)}: {reason}."
         )
     for reason, ways in found.refused.items():
         yield f"{len(ways)} can't run, such as {ways[0].flags}: {reason}"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from thinwire.cost.simulate import TRAINING
 from thinwire.cost.trace import SENDING, TraceSpan
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, SCORE, TRAIN, WEIGHT
+from thinwire.planner.islands import islands_of, links_between
+from thinwire.planner.mixture import shared_experts
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Priced
 from thinwire.planner.stages import Stages
@@ -25,6 +28,16 @@ def spans_of(pricing: Pricing, priced: Priced) -> Iterator[TraceSpan]:
     stage. The ranks of a tensor axis do all the same; messages inside layers stand in the time of these.
     """
     way = priced.candidate
+    if way.outer:
+        for island in islands_of(pricing, way):
+            inside = replace(priced, candidate=way.inside, order=tuple(range(len(island))))
+            for span in spans_of(pricing.on(island), inside):
+                target = None if span.target is None else island[span.target]
+                yield replace(span, rank=island[span.rank], target=target)
+        return
+    if way.experts > 1:
+        yield from shared_experts(pricing, way).timeline.pieces()
+        return
     if way.stages == 1:
         timeline, (group,) = pricing.simulated(way), pricing.placed(priced.order, way.tensor).groups(1)
         for ranks in along_tensor(group, way.tensor):
@@ -45,7 +58,25 @@ def link_bytes(pricing: Pricing, priced: Priced) -> dict[tuple[int, int], float]
     for span in spans_of(pricing, priced):
         if span.target is not None:
             found[span.rank, span.target] += span.num_bytes  # type: ignore[assignment]
+    if way.outer:
+        for pair, num_bytes in links_between(pricing, way):
+            found[pair] += num_bytes  # type: ignore[assignment]
+        for island in islands_of(pricing, way):
+            inside = replace(priced, candidate=way.inside, order=tuple(range(len(island))))
+            for (a, b), num_bytes in beside_spans(pricing.on(island), inside).items():
+                found[island[a], island[b]] += num_bytes  # type: ignore[assignment]
+        return dict(found)
+    for pair, num_bytes in beside_spans(pricing, priced).items():
+        found[pair] += num_bytes  # type: ignore[assignment]
+    return dict(found)
+
+
+def beside_spans(pricing: Pricing, priced: Priced) -> dict[tuple[int, int], float]:
+    """Bytes of a step that are no spans: of attention, of experts, and what stages send each other."""
+    way, found = priced.candidate, Counter[tuple[int, int]]()
     passes = way.num_micro_batches * len(pricing.model.model.layers)
+    if way.experts > 1:
+        found.update(shared_experts(pricing, way).link_bytes)
     for pair, num_bytes in pricing.attention(way).sent.items():
         found[pair] += passes * num_bytes  # type: ignore[assignment]
     if way.stages > 1:

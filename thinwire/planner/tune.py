@@ -28,8 +28,9 @@ class Trial:
 
 def knobs_of(way: Candidate) -> dict[str, str]:
     """What may be turned, and where it stands in a candidate."""
-    found = {"strategy": way.strategy if way.sharing > 1 else "", "stages": way.stages, "tensor": way.tensor}
-    found |= {"sequence": way.sequence, "memory": way.memory}
+    strategy = way.method if max(way.sharing, way.islands) > 1 else ""
+    found = {"strategy": strategy, "stages": way.stages, "tensor": way.tensor}
+    found |= {"sequence": way.sequence, "memory": way.memory, "experts": way.experts, "islands": way.islands}
     found |= {"micro-batch": way.micro_batch, "borders": way.borders, "plan": "", "recompute": ""}
     if way.stages > 1:
         found |= {"plan": way.pipeline.plan, "recompute": way.pipeline.recompute}
@@ -74,6 +75,7 @@ def corrected(ways: Sequence[Priced], trials: Sequence[Trial]) -> list[tuple[Pri
     """(way, seconds, factor) of those that were not tried, most promising first.
 
     Seconds are predicted ones times what measured ones of its like exceed them by; within that factor they may be less.
+    Where the seconds until a target loss count, these decide what is promising.
     """
     tried = {trial.way.candidate for trial in trials}
     ratios = [math.log(s / trial.way.step_s) for trial, s in zip(trials, seconds_of(trials), strict=True)]
@@ -83,7 +85,7 @@ def corrected(ways: Sequence[Priced], trials: Sequence[Trial]) -> list[tuple[Pri
         if way.candidate not in tried:
             mean, deviation = told.at(knobs_of(way.candidate))
             found.append((way, way.step_s * math.exp(mean), math.exp(deviation)))
-    return sorted(found, key=lambda each: each[1] / each[2])
+    return sorted(found, key=lambda each: each[0].steps * each[1] / each[2])
 
 
 def next_ways(ways: Sequence[Priced], trials: Sequence[Trial], num: int) -> list[Priced]:

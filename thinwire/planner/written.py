@@ -13,11 +13,12 @@ from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.pipeline.across import STAGES
 from thinwire.models import build_skeleton
-from thinwire.options import CHOSEN_FROM, PIPELINE, SEQUENCE, model_table
+from thinwire.options import CHOSEN_FROM, EXPERTS, ISLANDS, PIPELINE, SEQUENCE, model_table
 from thinwire.planner.memory import Estimator, fitted, read_runs
-from thinwire.planner.plan import TrainingPlan, plan
+from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
+from thinwire.planner.training_plan import TrainingPlan
 from thinwire.run.config import TrainConfig
 from thinwire.run.settings import to_toml
 
@@ -29,13 +30,15 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     machine = problems.note(Machine.read, config.machine)
     memory = None if config.memory is None else problems.note(read_bytes, config.memory)
     learnt = None if config.runs is None else problems.note(learnt_memory, config.runs)
-    names = CHOSEN_FROM if config.strategies == "all" else tuple(filter(None, config.strategies.split(",")))
-    for name in names:
-        if name not in CHOSEN_FROM:
+    names = None if config.strategies == "all" else tuple(filter(None, config.strategies.split(",")))
+    priced = (*CHOSEN_FROM, *ISLANDS)
+    for name in names or ():
+        if name not in priced:
             problems.messages.append(
-                f"--strategies {name}: can't be priced{nearest(name, CHOSEN_FROM)}; those that are: "
-                f"{', '.join(CHOSEN_FROM)}"
+                f"--strategies {name}: can't be priced{nearest(name, priced)}; those that are: {', '.join(priced)}"
             )
+    if names == ():
+        problems.messages.append("--strategies is empty: name at least one, or all")
     if config.stages is not None and machine is not None and machine.num_ranks % max(1, config.stages):
         fits = [n for n in range(1, machine.num_ranks + 1) if machine.num_ranks % n == 0]
         near = min(fits, key=lambda n: abs(n - (config.stages or 1)))
@@ -101,14 +104,14 @@ def show(found: TrainingPlan) -> None:
     for asked, effect, why in found.order_rows():
         console.print(f"{asked}: {effect} ({why})")
     console.print(f"Links and cores were measured {found.machine.measured_at or 'at an unknown time'}.")
-    console.print("Objective: seconds a step; these strategies learn as much from a token (docs/performance.md).")
+    console.print(f"Objective: {found.objective.why}.")
 
 
 def training(config: PlanConfig, found: TrainingPlan, prediction: Path) -> TrainConfig:
     """The configuration that follows a plan."""
     values = found.values
     tables = dict(config.tables)
-    for name in (PIPELINE, SEQUENCE):
+    for name in (PIPELINE, SEQUENCE, EXPERTS):
         tables[name] = {**tables.get(name, {}), **values.pop(name, {})}
     machine = found.machine
     base = TrainConfig(

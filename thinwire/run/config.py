@@ -235,6 +235,11 @@ class TrainConfig:
         return self.strategy == AUTO
 
     @property
+    def plans(self) -> bool:
+        """Whether the ranks measure themselves after they have met, and plan: the strategy, or the stages alone."""
+        return self.is_planned_late or self.chooses_stages
+
+    @property
     def sequence(self) -> int | None:
         """Number of ranks that the options of sequences state; None: not stated."""
         return self.tables.get("sequence", {}).get("parallel")

@@ -18,15 +18,19 @@ from thinwire.run.run_dir import RunDir
 DRIFT = 1.5
 
 
-def read_plan(config: TrainConfig) -> dict[str, Any]:
-    """The prediction in plan.json. Raises ConfigError for any other file, and for a plan of other ranks."""
+def read_plan(config: TrainConfig, num_islands: int = 1) -> dict[str, Any]:
+    """The prediction in plan.json. Raises ConfigError for any other file, and for a plan of other ranks.
+
+    num_islands: that have as many ranks as the configuration.
+    """
     path = Path(config.plan or "")
     try:
         found = json.loads(path.read_text())
         num_ranks = len(found["rates"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--plan {path}: no plan can be read there ({error}); thinwire plan writes one") from None
-    if num_ranks != config.world_size:
+    # An island that its launcher has started knows its own ranks.
+    if num_ranks not in (config.world_size, num_islands * config.world_size):
         raise ConfigError(
             f"--plan {path}: of {num_ranks} ranks, and the run has {config.world_size}; nearest: calibrate these and "
             "plan anew, or leave --plan out"
@@ -35,13 +39,18 @@ def read_plan(config: TrainConfig) -> dict[str, Any]:
 
 
 class Planned:
-    """The plan of a run, on every rank. is_fresh: it was made at this run's start, from links just measured."""
+    """The plan of a run, on every rank. is_fresh: it was made at this run's start, from links just measured.
 
-    def __init__(self, config: TrainConfig, comm: Communicator, warn: Callable[[str], None]) -> None:
-        self.config, self.comm, self.warn = config, comm, warn
+    num_islands: of the run; the links between several are not measured again.
+    """
+
+    def __init__(
+        self, config: TrainConfig, comm: Communicator, warn: Callable[[str], None], num_islands: int = 1
+    ) -> None:
+        self.config, self.comm, self.warn, self.num_islands = config, comm, warn, num_islands
         self.file = RunDir(config.run_dir).plan
         self.is_fresh = Path(config.plan or "").absolute() == self.file.absolute()
-        self.content: dict[str, Any] = read_plan(config) if comm.rank == 0 else {}
+        self.content: dict[str, Any] = read_plan(config, num_islands) if comm.rank == 0 else {}
         if not self.is_fresh:
             self.compare_links("since it was made")
 
@@ -51,7 +60,7 @@ class Planned:
         Between processes of one machine the link is loopback, which is slow if the machine is busy; then nothing is
         reported.
         """
-        is_network = not all_on_this_machine(self.comm.world_size)
+        is_network = self.num_islands == 1 and not all_on_this_machine(self.comm.world_size)
         now = measured_rates(self.comm) if is_network else None
         if self.comm.rank:
             return

@@ -98,7 +98,6 @@ class Trainer:
         self.engine.settle(self._batches_on_meta)
         load_report = self._begin(saved, reunion, survivor)
         self._watchdog = Watchdog(run.config.dead_steps)
-        self._traffic = self._first_traffic = self.optimizer.meter.snapshot()
         self._first_step = self.step
         self._moved = self._moved_so_far()
         self.reporter: Reporter | None = None if survivor is None else survivor.reporter
@@ -110,7 +109,11 @@ class Trainer:
         if reunion is not None and self.reporter is not None:
             how = run.pipeline.recover if run.pipeline else ""
             self.reporter.membership(reunion.event(how, survivor.lost_at if survivor else began))
-        self._planned = Planned(run.config, self.optimizer.everyone, self._warn) if run.config.plan else None
+        islands = self.place.island.num_islands
+        comm = self.optimizer.everyone
+        self._planned = Planned(run.config, comm, self._warn, islands) if run.config.plan else None
+        # What measuring the links sent belongs to no step.
+        self._traffic = self._first_traffic = self.optimizer.meter.snapshot()
         if not generation:
             self._arm_faults()
             patience().announce = self._tell

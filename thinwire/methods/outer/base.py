@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -183,7 +183,7 @@ class IslandsMethod(Front, Method):
         if tensor > 1:
             word = self.inner.plan(whole, Topology(1, 2), 1).sent["all_gather_exact", "intra"]
             inside["all_gather_exact", "intra"] = word * (topology.local_size - 1)
-        fragments, spread = self.fragments(whole), self._spread(model, whole, topology, tensor)
+        fragments, spread = self.fragments(whole), self.spread(model, whole, topology, tensor)
         other = method.state(fragments).kept_bytes()
         if method.correction is not None:
             parts = island.local_size if self.inner.shards_optimizer else 1
@@ -197,21 +197,28 @@ class IslandsMethod(Front, Method):
             other=dict(found.other) | other,
         )  # fmt: skip
 
-    def _spread(
-        self, model: nn.Module, whole: nn.Module, topology: Topology, tensor: int = 1
+    def spread(
+        self, model: nn.Module, whole: nn.Module, topology: Topology, tensor: int = 1, widths: Sequence[int] = ()
     ) -> dict[tuple[str, str], int]:
-        """Bytes that an island's first rank sends in an exchange, spread over the steps between; see `plan_around`."""
+        """Bytes that an island's first rank sends in an exchange, spread over the steps between; see `plan_around`.
+
+        widths: elements of each stage of a pipeline; of what is gathered inside a stage, all are taken to hold as much.
+        """
         method, fragments = self.outer(), self.fragments(whole)
         others, neighbours, every = topology.num_nodes - 1, topology.local_size - 1, method.sync_every
         parts, wholes = trained_shapes(model), trained_shapes(whole)
         messages = others * sum(message_bytes(method.codec, fragment.numel) for fragment in fragments)
         sent = {(OPERATION, "inter"): messages, (COMMIT, "inter"): others * len(fragments)}
         sent["broadcast", "intra"] = neighbours * sum(4 * (fragment.numel + NUM_WORDS) for fragment in fragments)
-        times, replicas = 1 + bool(method.mix), topology.local_size // tensor
+        times, stages = 1 + bool(method.mix), max(1, len(widths))
+        replicas = topology.local_size // tensor // stages
         cut_numel = sum(shape.numel() for name, shape in parts.items() if shape != wholes[name])
-        gathered = times * (tensor - 1) * 4 * cut_numel
+        gathered = times * (tensor - 1) * 4 * cut_numel // stages
         if self.inner.shards_optimizer:
-            gathered += times * (replicas - 1) * 4 * sum(shape.numel() for shape in parts.values()) // replicas
+            own = sum(shape.numel() for shape in parts.values()) // stages
+            gathered += times * (replicas - 1) * 4 * own // replicas
+        # The packets of all stages are as long as those of the largest.
+        gathered += times * (stages - 1) * 4 * max(widths, default=0)
         if self.inner.shards_optimizer or gathered:
             sent["masters", "intra"] = gathered
         return {key: -(-num_bytes // every) for key, num_bytes in sent.items()}
@@ -219,7 +226,7 @@ class IslandsMethod(Front, Method):
     def exchanges(self, model: nn.Module, topology: Topology, micro_batches: int) -> PlannedExchanges:
         """The inner strategy's messages inside each island, then an average step's share of the islands' exchanges."""
         inside = self.inner.exchanges(model, Topology(1, topology.local_size), micro_batches)
-        return replace(inside, each=(*inside.each, *plain(self._spread(model, model, topology), END, FIRST)))
+        return replace(inside, each=(*inside.each, *plain(self.spread(model, model, topology), END, FIRST)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""The costs of a candidate on measured machines: memory, and the parts of its simulated step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from thinwire.cost.graph import ROUND
+from thinwire.cost.simulate import COMMUNICATION, TRAINING
+from thinwire.errors import ConfigError
+from thinwire.methods.memory import Floor, Residency, placed as parts_of, resident_method, settled
+from thinwire.planner.candidates import Candidate
+from thinwire.planner.forward import layer_and_ends
+from thinwire.planner.mixture import price_experts
+from thinwire.planner.pricing import Pricing
+from thinwire.planner.rough import best_order, link_s
+from thinwire.planner.search import Priced
+
+
+def price_one(pricing: Pricing, way: Candidate) -> Priced:
+    """Simulate a candidate without islands. Raises ConfigError for one that can't run."""
+    pricing.check(way)
+    if way.experts > 1:
+        return price_experts(pricing, way)
+    if way.memory:
+        return resident(pricing, way)
+    return alone(pricing, way) if way.stages == 1 else in_stages(pricing, way)
+
+
+def in_stages(pricing: Pricing, way: Candidate) -> Priced:
+    """The costs of a candidate with stages."""
+    order = best_order(pricing, way)
+    staged = pricing.staged(way, order)
+    grid, stages, exchanges = staged.grid, staged.stages, staged.exchanges
+    exchange_s = max(timeline.makespan_s for timeline in exchanges)
+    first, last = grid.slowest(way.stages)[0], grid.slowest(way.stages)[-1]
+    tied_s = stages.tied_bytes / min(grid.machine.fabric.rates[first][last], grid.machine.fabric.rates[last][first])
+    plans = [pricing.plan_of(way, stages.parts[stage]) for stage in range(way.stages)]
+    counted = pricing.counted(way, max(stages.memory_bytes(stage, plan) for stage, plan in enumerate(plans)))
+    memory = pricing.estimator.peak_bytes(counted)
+    step_s = stages.step_s + exchange_s + tied_s
+    exposed_s = stages.timeline.idle_s[0] + exchange_s + tied_s
+    sent = stages.sent_bytes(0) + sum(exchanges[0].graph.sent(0).values())
+    terms = {
+        "step_s": step_s, "compute_s": step_s - exposed_s, "exposed_comm_s": exposed_s,
+        "pipeline_s": stages.step_s, "sent_bytes": sent, "peak_rss_bytes": memory,
+    }  # fmt: skip
+    rates = grid.links(way.stages).rates
+    on_link_s = max(num / rates[a][b] for (a, b), num in stages.link_bytes.items()) + exchange_s
+    return Priced(way, step_s, stages.bubble, memory, min(on_link_s, step_s), order, terms, counted)
+
+
+def alone(pricing: Pricing, way: Candidate) -> Priced:
+    """The costs of a candidate without stages."""
+    timeline = pricing.simulated(way)
+    layer, ends = layer_and_ends(pricing.config, pricing.seq_len, tensor=way.tensor)
+    kept = way.micro_batch * (len(pricing.model.model.layers) * layer.kept_bytes + ends.kept_bytes) / way.sequence
+    plan = pricing.plan_of(way, pricing.cut(way.tensor))
+    attention = way.num_micro_batches * len(pricing.model.model.layers) * pricing.attention(way).sent_by(0)
+    counted = pricing.counted(way, sum(plan.memory.values()) + kept)
+    memory = pricing.estimator.peak_bytes(counted)
+    step_s, compute_s, kinds = timeline.makespan_s, timeline.busy_s(0, TRAINING), timeline.kinds_s(0)
+    terms = {
+        "step_s": step_s, "compute_s": compute_s, "exposed_comm_s": step_s - compute_s,
+        "codec_s": timeline.busy_s(0, COMMUNICATION) - kinds.get(ROUND, 0.0),
+        "sent_bytes": sum(timeline.graph.sent(0).values()) + attention, "peak_rss_bytes": memory,
+    }  # fmt: skip
+    order = pricing.ranks_of(pricing.nodes)
+    on_link_s = min(link_s(pricing, way), step_s)
+    return Priced(way, step_s, 1 - compute_s / step_s, memory, on_link_s, order, terms, counted)
+
+
+def resident(pricing: Pricing, way: Candidate) -> Priced:
+    """The costs of a candidate of which a part lies on a disk: what a step moves is not hidden by computing."""
+    written, read = pricing.machine.disk
+    if math.inf in (written, read):
+        raise ConfigError("the disk was not measured; nearest: thinwire calibrate --disk FOLDER")
+    whole = alone(pricing, replace(way, memory=""))
+    place = resident_method(pricing.methods[way.strategy]), pricing.model, pricing.replicas(way), way.num_micro_batches
+    layer, ends = layer_and_ends(pricing.config, pricing.seq_len)
+    num_layers = len(pricing.model.model.layers)
+    borders = 4 * num_layers * pricing.seq_len * pricing.model.config.hidden_size
+    kept = {
+        "keep": int(way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes)),
+        "recompute": int(way.micro_batch * (layer.kept_bytes + ends.kept_bytes + borders)),
+    }
+    residency = settled(Residency(memory=way.memory), *place, kept)
+    budget = residency.memory_bytes or 0
+    Floor.of(residency, *place, kept).check(budget)
+    parts = list(parts_of(residency, *place, kept))
+    hosts = pricing.machine.cores.hosts
+    # All ranks of a machine use its disk at once.
+    moved_s = sum(part.read / read + part.written / written for part in parts) * max(map(hosts.count, hosts))
+    # A layer is computed again before its backward, with a third of the operations of a whole pass.
+    again_s = whole.terms["compute_s"] / 3 if residency.recomputes else 0.0
+    step_s = whole.step_s + again_s + moved_s
+    terms = {**whole.terms, "step_s": step_s, "compute_s": whole.terms["compute_s"] + again_s}
+    return replace(whole, candidate=way, step_s=step_s, memory_bytes=min(budget, whole.memory_bytes), terms=terms)

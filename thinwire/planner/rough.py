@@ -1,0 +1,89 @@
+"""Closed forms of a candidate's step, and the order of ranks in which they take the fewest seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from thinwire.cost import Network
+from thinwire.cost.closed import pipette_s, ring_s, trip_s
+from thinwire.planner.candidates import Candidate
+from thinwire.planner.order import RankOrder, annealed
+from thinwire.planner.placed import groups_of
+from thinwire.planner.pricing import Pricing
+
+# Rates and delays that differ by less make no order of ranks better than another.
+EVEN, EVEN_S = 1.05, 1e-3
+
+
+def rough_s(pricing: Pricing, way: Candidate) -> float:
+    """Seconds of a step in its best order, without islands; used to select candidates to simulate.
+
+    Raises ConfigError for a strategy that can't train so.
+    """
+    pricing.check(way)
+    machine, operations = pricing.machine, 3 * pricing.forward_of(way)
+    busy = pricing.placed(pricing.ranks_of(pricing.nodes)).busy
+    compute_s = operations / machine.rates[pricing.layer] * busy / min(machine.speeds or (1.0,))
+    if way.stages == 1:
+        return way.num_micro_batches * compute_s + link_s(pricing, way)
+    return cost_of(pricing, way, compute_s)(best_nodes(pricing, way))
+
+
+def best_order(pricing: Pricing, way: Candidate) -> RankOrder:
+    """The order of ranks with the fewest seconds by closed forms."""
+    if way.stages == 1:
+        return pricing.ranks_of(pricing.nodes)
+    return pricing.ranks_of(best_nodes(pricing, way))
+
+
+def best_nodes(pricing: Pricing, way: Candidate) -> RankOrder:
+    """The order of nodes with the fewest seconds, found once for all sizes of micro-batches.
+
+    Those send as much in a step: m/p trips, each with 1/m of it. Computing adds as much to every order.
+    """
+    key = (way.stages, way.tensor, way.sequence, way.strategy, way.borders)
+    if key not in pricing.orders:
+        even = is_even(pricing.machine.fabric)
+        pricing.orders[key] = pricing.nodes if even else annealed(cost_of(pricing, way, 0.0), pricing.nodes)[0]
+    return pricing.orders[key]
+
+
+def is_even(fabric: Network) -> bool:
+    """Whether the links between nodes are all alike."""
+    pairs = [pair for pair in fabric.pairs if fabric.ports(pair)]
+    rates = [fabric.rates[a][b] for a, b in pairs]
+    delays = [fabric.delays_s[a][b] for a, b in pairs]
+    return not pairs or (max(rates) <= EVEN * min(rates) and max(delays) - min(delays) <= EVEN_S)
+
+
+def cost_of(pricing: Pricing, way: Candidate, compute_s: float) -> Callable[[RankOrder], float]:
+    """The seconds of a step, of which a micro-batch computes for compute_s, as a function of the order of nodes."""
+    fabric, local = pricing.machine.fabric, pricing.machine.local_size
+    features = way.micro_batch * pricing.seq_len * pricing.config.hidden_size // way.sequence
+    crossing = way.pipeline.crossing(0)
+    sizes = [crossing.packet_bytes(to, features, torch.float32) / way.tensor for to in ("forward", "backward")]
+    whole = pricing.plan_of(way, pricing.cut(way.tensor)).sent_on("inter") if way.replicas > 1 else 0.0
+    sent = way.tensor * whole / way.stages / 2
+
+    def cost(nodes: RankOrder) -> float:
+        groups = groups_of([node * local + each for node in nodes for each in range(local)], way.stages, way.tensor)
+        trip = max(trip_s(ranks, fabric, *sizes) for ranks in zip(*groups, strict=True))
+        ring = max(ring_s(ranks, fabric, sent) for ranks in groups)
+        return pipette_s(way.stages, way.num_micro_batches, compute_s / way.stages, trip, ring)
+
+    return cost
+
+
+def link_s(pricing: Pricing, way: Candidate) -> float:
+    """Seconds of the slowest pair's messages, if all ranks send the same."""
+    plan = pricing.plan_of(way, pricing.cut(way.tensor))
+    crossing, fabric, local = plan.sent_on("inter"), pricing.machine.fabric, pricing.machine.local_size
+    others = max(1, len(pricing.nodes) - 1)
+    pairs = [pair for pair in fabric.pairs if fabric.ports(pair)]
+    slowest = min((fabric.rates[a][b] for a, b in pairs), default=math.inf)
+    ports = min(fabric.port_rates().values(), default=math.inf)
+    of_node = local * crossing if plan.crossing is None else plan.crossing
+    return max(crossing / others / slowest, of_node / ports)

@@ -1,0 +1,137 @@
+"""A plan: what was chosen, its prediction, and what else was priced."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from thinwire.cost import Machine
+from thinwire.cost.trace import merged, trace_events
+from thinwire.options import EXPERTS, PIPELINE, SEQUENCE
+from thinwire.planner.candidates import Candidate
+from thinwire.planner.objective import Objective
+from thinwire.planner.pricing import Pricing
+from thinwire.planner.search import Priced, Search
+from thinwire.planner.traced import link_bytes, spans_of
+from thinwire.report.units import seconds_text
+from thinwire.table import Row
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The result of `plan`. search: all candidates that were simulated, fastest first."""
+
+    machine: Machine
+    search: Search
+    tokens_per_step: int
+    seq_len: int
+    pricing: Pricing
+    objective: Objective = field(default_factory=Objective)
+
+    @property
+    def best(self) -> Priced:
+        """The fastest candidate that fits."""
+        return self.search.fastest[0]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The settings for `thinwire train`, by the names of its configuration; tables of options by table name."""
+        way = self.best.candidate
+        found: dict[str, Any] = {
+            "strategy": way.strategy, "micro_batch": way.micro_batch, "tokens_per_step": self.tokens_per_step,
+            "seq_len": self.seq_len, "local_size": self.machine.local_size,
+        }  # fmt: skip
+        if way.outer:
+            found |= {"strategy": way.outer, "inner": way.strategy, "local_size": way.num_ranks // way.islands}
+        if self.best.order != tuple(range(self.machine.num_ranks)):
+            found["order"] = self.best.order
+        if way.tensor > 1:
+            found["tensor"] = way.tensor
+        if way.memory:
+            found["memory"] = way.memory
+        if way.sequence > 1:
+            found[SEQUENCE] = {"parallel": way.sequence}
+        if way.experts > 1:
+            found[EXPERTS] = {"parallel": way.experts, **dict(way.travel)}
+        if way.stages > 1:
+            found |= {"stages": way.stages, PIPELINE: way.options}
+        return found
+
+    def to_json(self) -> str:
+        """The content of plan.json: the prediction, other candidates, the links, the timeline of the simulated step."""
+        shown = [
+            {"flags": priced.candidate.flags, "step_s": priced.step_s, "order": priced.order}
+            for priced in self.search.fastest
+        ]
+        aside = [
+            {"mesh": priced.candidate.mesh, "flags": priced.candidate.flags, "step_s": priced.step_s, "why": why}
+            for why, ways in self.search.aside.items() for priced in ways
+        ]  # fmt: skip
+        network, best = self.machine.network, self.best
+        carried = link_bytes(self.pricing, best)
+
+        def rows(values: Callable[[int, int], float]) -> list[list[float | None]]:
+            ranks = range(self.machine.num_ranks)
+            return [[None if a == b else values(a, b) for b in ranks] for a in ranks]
+
+        timeline = merged(spans_of(self.pricing, best))
+        return json.dumps({
+            "flags": best.candidate.flags, "order": best.order, "predicted": dict(best.terms),
+            "memory": None if best.counted is None else asdict(best.counted),
+            "measured_at": self.machine.measured_at, "nodes": network.nodes, "candidates": shown,
+            "not_chosen": aside, "objective": self.objective.why,
+            "rates": rows(lambda a, b: network.rates[a][b]), "delays_s": rows(lambda a, b: network.delays_s[a][b]),
+            "link_bytes": rows(lambda a, b: carried.get((a, b), 0.0)),
+            "timeline": [[*names, round(begin, 6), round(end, 6)] for *names, begin, end in timeline],
+        }) + "\n"  # fmt: skip
+
+    def rows(self, asked: str) -> list[Row]:
+        """Rows about the choice and its reasons. asked: the option that asks for it."""
+        best, others = self.best, []
+        for priced in fastest_of_kinds(self.search.fastest[1:], best):
+            others.append(f"{seconds_text(priced.step_s)} with {kind_of(priced.candidate)}")
+        why = "; ".join([f"simulated: {seconds_text(best.step_s)} a step", *others[:4]])
+        found = [(asked, best.candidate.flags, why), ("objective", *self.objective.why.split(": ", 1))]
+        # Why a row stands there may be all of it.
+        rows: list[Row] = [(*row, "")[:3] for row in found]  # type: ignore[misc]
+        for reason, ways in self.search.aside.items():
+            seconds = seconds_text(ways[0].step_s)
+            rows.append(("priced, not chosen", f"{seconds} a step with {ways[0].candidate.mesh}", reason))
+        return [*rows, *self.order_rows()]
+
+    def order_rows(self) -> list[Row]:
+        """A row about the order of ranks, if it is not the usual one."""
+        if self.best.order == tuple(range(self.machine.num_ranks)):
+            return []
+        way, network = self.best.candidate, self.machine.network
+        a, b = min(network.pairs, key=lambda pair: network.rates[pair[0]][pair[1]])
+        link = f"the slowest link, {a} to {b}, carries {8e-6 * network.rates[a][b]:.3g} Mbit/s"
+        grid = self.pricing.placed(self.best.order)
+        neighbours = {pair for ranks in grid.pipelines(way.stages) for pair in itertools.pairwise(ranks)}
+        neighbours |= {pair for ranks in grid.groups(way.stages) for pair in itertools.pairwise(ranks)}
+        used = "and is not avoided" if (a, b) in neighbours or (b, a) in neighbours else "and is kept out of use"
+        return [("order of ranks", " ".join(map(str, self.best.order)), f"{link}, {used}")]
+
+    def trace(self) -> list[dict[str, Any]]:
+        """The timeline of the simulated step, for Perfetto."""
+        return trace_events(spans_of(self.pricing, self.best))
+
+
+def kind_of(way: Candidate) -> str:
+    """The properties by which a reader tells candidates apart."""
+    sizes = {"stages": way.stages, "tensor ranks": way.tensor, "ranks a sequence": way.sequence}
+    sizes |= {"ranks with other experts": way.experts, f"islands by {way.outer}": way.islands}
+    axes = [f"{size} {name}" for name, size in sizes.items() if size > 1]
+    return " and ".join([*axes, *([way.strategy] if way.sharing > 1 else [])])
+
+
+def fastest_of_kinds(found: Iterable[Priced], but: Priced) -> Iterator[Priced]:
+    """The first candidate of each kind other than that of `but`."""
+    seen = {kind_of(but.candidate)}
+    for priced in found:
+        if (kind := kind_of(priced.candidate)) not in seen:
+            seen.add(kind)
+            yield priced

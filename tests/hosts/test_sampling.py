@@ -419,7 +419,7 @@ def test_a_run_that_goes_on_draws_the_same_rows(tmp_path: Path, on_disk: bool) -
     [
         ("sample:0", "activations 'sample:0': the share must be above 0 and at most 1; nearest: 0.1"),
         ("sample:1.5", "nearest: 1"),
-        ("sample", "must be one of auto, keep, recompute, offload, sample:0.3"),
+        ("sample", "must be one of auto, keep, recompute, recompute:disk, offload, sample:0.3"),
         ("recomput", "did you mean 'recompute'"),
     ],
 )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import indices
-from thinwire.codecs.base import Codec, Rotation, Traits
+from thinwire.codecs.base import Codec, Rotation
 from thinwire.codecs.integer import Integer
+from thinwire.codecs.shortened import Shortened
 from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError, check_types
 
@@ -24,7 +25,7 @@ INT4 = Integer()
 
 @spelled(Number("width", "rows", optional=True), wraps="coded")
 @dataclass(frozen=True)
-class NonzeroRows(Codec):
+class NonzeroRows(Shortened):
     """C(x) = coded(x), its packet without the rows whose bytes are those of zeros; whole where that is not shorter.
 
     For tensors of which a step touches few rows, such as the gradient of an embedding. What is decoded has the bits of
@@ -36,6 +37,7 @@ class NonzeroRows(Codec):
     coded packet] [what stands behind the last whole row of each part].
     """
 
+    HEADER_BYTES = HEADER_BYTES
     coded: Codec = INT4
     width: int = 128
 
@@ -48,22 +50,6 @@ class NonzeroRows(Codec):
             close = max(1, round(self.width / block)) * block
             raise ConfigError(f"rows of {self.width} elements: must be a multiple of {block}; nearest is {close}")
 
-    @property
-    def traits(self) -> Traits:
-        return replace(self.coded.traits, linear=False)
-
-    @property
-    def block(self) -> int:
-        return self.coded.block
-
-    @property
-    def bits_per_element(self) -> float:
-        """An upper bound; a short tensor costs the header in addition."""
-        return self.coded.bits_per_element
-
-    def packet_bytes(self, num_elements: int) -> int:
-        return HEADER_BYTES + self.coded.packet_bytes(num_elements)
-
     def bytes_of(self, num_elements: int, num_rows: int) -> int:
         """Bytes that travel of a packet of `num_elements` elements in which so many rows are there."""
         whole, of_row = num_elements // self.width, self._row_bytes
@@ -72,45 +58,11 @@ class NonzeroRows(Codec):
         cut = indices.layout(whole, here).num_bytes + here * of_row + plain - whole * of_row
         return HEADER_BYTES + min(_words(cut), plain)
 
-    @property
-    def has_variable_length(self) -> bool:
-        return True
-
     def length(self, packet: Tensor) -> int:
         return HEADER_BYTES + 4 * _header(packet)[2]
 
-    def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = torch.empty(self.packet_bytes(x.numel()), dtype=torch.uint8, device=x.device)
-        self.encode_all([x], [out], seed=seed, counters=[counter])
-        return out
-
-    def encode_all(
-        self, xs: Sequence[Tensor], outs: Sequence[Tensor], *, seed: int = 0, counters: Sequence[int]
-    ) -> None:
-        self.coded.encode_all(xs, [out[HEADER_BYTES:] for out in outs], seed=seed, counters=counters)
-        for out in outs:
-            self._cut(out, xs[0].numel())
-
-    def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
-        is_marked = _header(packet)[0] & IS_MARKED
-        return self.coded.marks(self._whole(packet, num_elements), num_elements) if is_marked else None
-
-    def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
-        self.coded.encode_marked(x, marks, seed=seed, counter=counter, out=out[HEADER_BYTES:])
-        return self._cut(out, x.numel())
-
-    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
-        return self.coded.decode(self._whole(packet, num_elements), num_elements, out=out)
-
-    def decode_sum(self, packets: Sequence[Tensor], out: Tensor, *, add: bool = False) -> Tensor:
-        return self.coded.decode_sum([self._whole(packet, out.numel()) for packet in packets], out, add=add)
-
-    def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        return self.decode_sum([packet], out, add=True)
-
-    def decode_all(self, packets: Sequence[Tensor], outs: Sequence[Tensor], *, add: bool = False) -> None:
-        self.coded.decode_all([self._whole(packet, outs[0].numel()) for packet in packets], outs, add=add)
+    def is_marked(self, packet: Tensor) -> bool:
+        return bool(_header(packet)[0] & IS_MARKED)
 
     @property
     def rotation(self) -> Rotation | None:
@@ -136,8 +88,7 @@ class NonzeroRows(Codec):
             behind = start + num_rows * blocks * size
             yield plain[start:behind].view(num_rows, blocks * size), plain[behind:end]
 
-    def _cut(self, out: Tensor, num_elements: int) -> Tensor:
-        """Turn the coded packet behind the header into what travels, and write the header."""
+    def shorten(self, out: Tensor, num_elements: int) -> None:
         plain = out[HEADER_BYTES:]
         flags = IS_MARKED if self.coded.marks(plain, num_elements) is not None else 0
         parts = list(self._parts(plain, num_elements))
@@ -153,10 +104,8 @@ class NonzeroRows(Codec):
             plain[: len(kept)] = kept
             plain[len(kept) :] = 0
         out[:HEADER_BYTES].view(torch.int32).copy_(torch.tensor([flags, len(numbers), num_bytes // 4]))
-        return out
 
-    def _whole(self, packet: Tensor, num_elements: int) -> Tensor:
-        """The coded packet."""
+    def whole(self, packet: Tensor, num_elements: int) -> Tensor:
         flags, count, _ = _header(packet)
         num_bytes = self.coded.packet_bytes(num_elements)
         payload = packet[HEADER_BYTES : HEADER_BYTES + num_bytes]

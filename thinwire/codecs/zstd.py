@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import zstandard
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, Rotation, Traits
+from thinwire.codecs.base import Codec, Rotation
 from thinwire.codecs.integer import Integer
+from thinwire.codecs.shortened import Shortened
 from thinwire.codecs.spelling import Number, spelled
 from thinwire.errors import ConfigError, check_types
 
@@ -22,7 +23,7 @@ _per_thread = threading.local()
 
 @spelled(Number("level", "zstd", optional=True), wraps="coded")
 @dataclass(frozen=True)
-class Zstd(Codec):
+class Zstd(Shortened):
     """C(x) = coded(x), its packet compressed without loss by Zstandard; stored as it is where that does not help.
 
     Codes of a quantiser are not equally frequent: a Gaussian in steps of half its deviation holds about 3 bits. The
@@ -33,6 +34,7 @@ class Zstd(Codec):
     coded: any codec. level: 1 (fast) to 19 (small). Raises ConfigError otherwise. Source: RFC 8878.
     """
 
+    HEADER_BYTES = HEADER_BYTES
     coded: Codec = INT4
     level: int = 1
 
@@ -43,44 +45,13 @@ class Zstd(Codec):
         if isinstance(self.coded, Zstd):
             raise ConfigError("zstd coded is compressed already; give it the codec inside")
 
-    @property
-    def traits(self) -> Traits:
-        return replace(self.coded.traits, linear=False)
-
-    @property
-    def block(self) -> int:
-        return self.coded.block
-
-    @property
-    def bits_per_element(self) -> float:
-        """An upper bound; a short tensor costs the header in addition."""
-        return self.coded.bits_per_element
-
-    def packet_bytes(self, num_elements: int) -> int:
-        return HEADER_BYTES + self.coded.packet_bytes(num_elements)
-
-    @property
-    def has_variable_length(self) -> bool:
-        return True
-
     def length(self, packet: Tensor) -> int:
         return HEADER_BYTES + (_header(packet) >> 2)
 
-    def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            out = torch.empty(self.packet_bytes(x.numel()), dtype=torch.uint8, device=x.device)
-        self.coded.encode(x, seed=seed, counter=counter, out=out[HEADER_BYTES:])
-        return self._compress(out, x.numel())
+    def is_marked(self, packet: Tensor) -> bool:
+        return bool(_header(packet) & 2)
 
-    def marks(self, packet: Tensor, num_elements: int) -> Tensor | None:
-        return self.coded.marks(self._plain(packet, num_elements), num_elements) if _header(packet) & 2 else None
-
-    def encode_marked(self, x: Tensor, marks: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor) -> Tensor:
-        self.coded.encode_marked(x, marks, seed=seed, counter=counter, out=out[HEADER_BYTES:])
-        return self._compress(out, x.numel())
-
-    def _compress(self, out: Tensor, num_elements: int) -> Tensor:
-        """Turn the coded packet behind the header into what travels, and write the header."""
+    def shorten(self, out: Tensor, num_elements: int) -> None:
         plain = out[HEADER_BYTES:]
         is_marked = self.coded.marks(plain, num_elements) is not None
         small = _compressor(self.level).compress(plain.cpu().numpy().data)
@@ -90,13 +61,6 @@ class Zstd(Codec):
         num_bytes = len(small) if is_smaller else plain.numel()
         out[:HEADER_BYTES].view(torch.int32).fill_(num_bytes << 2 | is_marked << 1 | is_smaller)
         out[HEADER_BYTES + num_bytes :] = 0
-        return out
-
-    def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:
-        return self.coded.decode(self._plain(packet, num_elements), num_elements, out=out)
-
-    def decode_add(self, packet: Tensor, out: Tensor) -> Tensor:
-        return self.coded.decode_add(self._plain(packet, out.numel()), out)
 
     @property
     def rotation(self) -> Rotation | None:
@@ -106,8 +70,7 @@ class Zstd(Codec):
     def backend(self, device: torch.device) -> str:
         return f"{self.coded.backend(device)} + zstd"
 
-    def _plain(self, packet: Tensor, num_elements: int) -> Tensor:
-        """The inner codec's packet."""
+    def whole(self, packet: Tensor, num_elements: int) -> Tensor:
         header, num_bytes = _header(packet), self.coded.packet_bytes(num_elements)
         payload = packet[HEADER_BYTES : HEADER_BYTES + (header >> 2)]
         if not header & 1:

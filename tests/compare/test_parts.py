@@ -31,7 +31,7 @@ from thinwire.compare.measure import (
     weights_share,
 )
 from thinwire.compare.options import read_race
-from thinwire.compare.plan import make_plan, rows_of, timed_steps_of
+from thinwire.compare.plan import exchanges_timed, make_plan, rows_of, timed_steps_of
 from thinwire.compare.record import Leg, RaceRecord, SeedEntry, delete_race, load_record
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
@@ -133,6 +133,9 @@ def test_layouts_that_do_not_fit_are_told_before_a_race(
         ("zero", 1000, None, 10),
         # Two exchanges of islands, so that the mean holds each step of a period equally often.
         ("diloco[sync_every=50]", 1000, None, 100),
+        # Whole periods, also where ten steps or a round's length are none.
+        ("sparseloco[sync_every=4]", 1000, None, 12),
+        ("sparseloco[sync_every=4]", 40, None, 8),
         ("zero", 35, None, None),
         ("zero", 1000, 5, 5),
         ("zero", 1000, 332, None),
@@ -147,6 +150,21 @@ def test_few_steps_of_a_long_round_wait_for_the_slow_network(
     rows = [row for row in rows_of(race, train, train, contestants) if row[0].startswith("--timed-steps")]
     # Told where it differs from what was asked.
     assert bool(rows) == (expected != asked)
+
+
+def test_a_race_in_which_no_exchange_is_timed_is_refused(tmp_path: Path) -> None:
+    race = RaceConfig(strategies="zero,diloco[sync_every=50]", lab="nodes=2,rate=20mbit", out=str(tmp_path / "out"))
+    train = TrainConfig(model="tiny", steps=6)
+    with pytest.raises(
+        ConfigError, match=r"diloco exchanges every 50 steps, and no timed step .* nearest: -- --steps 104"
+    ):
+        make_plan(race, train, Problems())
+    (diloco,) = read_contestants("diloco[sync_every=50]", Problems(), replace(train, steps=104))
+    assert exchanges_timed(race, replace(train, steps=104), diloco) == 2
+    told = [row for row in rows_of(race, train, train, [diloco]) if row[1] == "no whole period"]
+    assert told == [
+        ("steps of diloco that are timed", "no whole period", "it exchanges every 50 steps; nearest: -- --steps 104")
+    ]
 
 
 def test_a_contestant_has_to_fit_the_race_and_not_a_run_of_usual_length() -> None:

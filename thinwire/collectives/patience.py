@@ -90,6 +90,9 @@ class Patience:
                 waited_s = time.monotonic() - wait.since
                 if waited_s >= wait.due_s / 2 and not wait.keys:
                     _beside(_post, wait)
+                    if wait not in self._waits:
+                        # It has ended meanwhile.
+                        self._over.append(wait)
                 if waited_s >= wait.due_s:
                     wait.due_s *= 2
                     self._tell(wait, waited_s)
@@ -132,9 +135,11 @@ def _post(wait: LongWait) -> bool:
 
 
 def _take_back(wait: LongWait) -> bool:
-    """Delete what `_post` and `_follow` have put into the store."""
-    store = wait.wire.store()
-    for key in wait.keys:
+    """Undo what `_post` and `_follow` have put into the store."""
+    store, (mine, *told) = wait.wire.store(), wait.keys
+    # Another rank may be about to read it, and would wait for a key that is gone.
+    store.set(mine, "")
+    for key in told:
         store.delete_key(key)
     return True
 
@@ -146,9 +151,9 @@ def _follow(wait: LongWait, chain: list[str]) -> bool:
     """
     wire, store = wait.wire, wait.wire.store()
     seen, awaited = {wire.global_ranks[wire.rank]}, wire.global_ranks[wait.peer]
-    while awaited not in seen and store.check([WAITS_FOR.format(awaited)]):
+    while awaited not in seen and store.check([key := WAITS_FOR.format(awaited)]) and (after := store.get(key)):
         seen.add(awaited)
-        awaited = int(store.get(WAITS_FOR.format(awaited)))
+        awaited = int(after)
         chain.append(f"{wire.name(wait.peer).split()[0]} {awaited}")
     told = TOLD.format(os.environ.get("GROUP_RANK", "0"), awaited)
     if told not in wait.keys and store.add(told, 1) > 1:

@@ -110,12 +110,22 @@ def make_plan(
     Raises ConfigError with all problems at once.
     """
     lab = problems.note(LabSpec.from_text, race.lab) or LabSpec()
+    is_users = contestants is None
     contestants = list(contestants or read_contestants(race.strategies, problems, shared_config(train, lab)))
     seeds = problems.note(read_seeds, race.seeds, train.seed) or ()
     target = problems.note(read_target, race.target_loss)
     problems.messages += [*range_errors(race, train.steps), *folder_errors(race)]
     asked, train = train, shared_config(train, lab)
     check_training(train, contestants, problems)
+    problems.raise_any()
+    for contestant in contestants if is_users else ():
+        if not exchanges_timed(race, train, contestant):
+            every = contestant.exchanges_every(train)
+            steps = (every + WARM_UP_STEPS) * rounds_of(race, train.steps)
+            problems.messages.append(
+                f"{contestant.name} exchanges every {every} steps, and no timed step is one of them, so that its time "
+                f"and bytes would be those of a run that never exchanges; nearest: -- --steps {steps}"
+            )
     problems.raise_any()
     threads, why_threads = threads_per_worker(lab.world_size)
     dtype: Any
@@ -134,9 +144,25 @@ def make_plan(
 
 
 def timed_steps_of(race: RaceConfig, train: TrainConfig, contestant: Contestant) -> int | None:
-    """See RacePlan: those asked for; by default DEFAULT_TIMED_STEPS, or TIMED_EXCHANGES if these take more."""
-    asked = race.timed_steps or max(DEFAULT_TIMED_STEPS, TIMED_EXCHANGES * contestant.exchanges_every(train))
-    return None if asked + WARM_UP_STEPS > train.steps // rounds_of(race, train.steps) else asked
+    """See RacePlan: those asked for; by default at least DEFAULT_TIMED_STEPS and TIMED_EXCHANGES, in whole periods."""
+    every, room = contestant.exchanges_every(train), train.steps // rounds_of(race, train.steps) - WARM_UP_STEPS
+    if race.timed_steps is not None:
+        return race.timed_steps if race.timed_steps <= room else None
+    wanted = every * max(TIMED_EXCHANGES if every > 1 else 1, -(-DEFAULT_TIMED_STEPS // every))
+    if every > 1:
+        wanted = min(wanted, max(room // every, 1) * every)
+    return wanted if wanted <= room else None
+
+
+def exchanges_timed(race: RaceConfig, train: TrainConfig, contestant: Contestant) -> int:
+    """How many of a contestant's exchanges fall into timed steps."""
+    every, num_rounds = contestant.exchanges_every(train), rounds_of(race, train.steps)
+    found, timed = 0, timed_steps_of(race, train, contestant)
+    for turn in range(num_rounds):
+        first, stop = (train.steps * number // num_rounds for number in (turn, turn + 1))
+        warm = first + WARM_UP_STEPS
+        found += (stop if timed is None else min(stop, warm + timed)) // every - warm // every
+    return found
 
 
 def shared_config(train: TrainConfig, lab: LabSpec) -> TrainConfig:
@@ -195,6 +221,11 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
             yield f"rounds of {contestant.name}", "runs whole, in the last round", "its command has no {stop_at}"
     if race.smooth is None and train.steps < DEFAULT_SMOOTH:
         yield f"--smooth {DEFAULT_SMOOTH}", str(train.steps), "there are no more steps"
+    for contestant in contestants:
+        every, room = contestant.exchanges_every(train), train.steps // num_rounds - WARM_UP_STEPS
+        if every > max(room, 1):
+            why = f"it exchanges every {every} steps; nearest: -- --steps {(every + WARM_UP_STEPS) * num_rounds}"
+            yield f"steps of {contestant.name} that are timed", "no whole period", why
     timed = {timed_steps_of(race, train, contestant) for contestant in contestants}
     if race.timed_steps is not None and None in timed:
         yield f"--timed-steps {race.timed_steps}", "all after the warm-up", "a round has no more steps"

@@ -29,7 +29,8 @@ class RowsMethod(ShardedMethod):
 
     embedding_rows: Literal["auto", "on", "off"] = "auto"
     """Leave rows of zeros out of the gradients of untied embeddings; training has the same bits. on, off, or auto: of
-    embeddings with more than 524,288 elements."""
+    embeddings with more than 524,288 elements. With on, a small one has a bucket of its own, which may cost more bytes than
+    its zeros."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -53,7 +54,8 @@ class RowsMethod(ShardedMethod):
         asked, found = f"embedding_rows {self.embedding_rows}", list(tables_in(units))
         if found:
             names = ", ".join(layout.names[0] for layout in found)
-            return asked, f"rows of zeros don't travel in the gradient of {names}", "the same bits in fewer bytes"
+            why = "the same bits in fewer bytes" if self.embedding_rows == "auto" else "each has a bucket of its own"
+            return asked, f"rows of zeros don't travel in the gradient of {names}", why
         if self.embedding_rows == "off":
             return asked, "gradients of embeddings travel whole", "as asked"
         wire = self.matrix()

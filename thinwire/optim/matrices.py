@@ -42,15 +42,30 @@ class MatrixOptimizer(SummingOptimizer):
     ) -> None:
         self.codec = codec_of_sums(self.title, codec)
         given = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._is_built = False
         super().__init__(params, {**given, "orthogonal": orthogonal})
+        self._is_built = True
+        self._check_groups()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer; raises ConfigError as the constructor does."""
+        super().add_param_group(param_group)
+        if self._is_built:
+            self._check_groups()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer. Groups of an optimizer without `orthogonal` get its default."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.setdefault("orthogonal", None)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Raise ConfigError for values out of range, or for all vectors in groups with orthogonal updates."""
         for group in self.param_groups:
             momentum = group["momentum"]
             is_good = 0 <= momentum < 1
             check_adamw(self.title, group, ("momentum", momentum, is_good, "at least 0 and below 1; the usual: 0.95"))
-        self._check_orthogonal()
-
-    def _check_orthogonal(self) -> None:
-        """Raise ConfigError, with all of them, for parameters that no group with orthogonal updates can hold."""
         wrong = []
         for number, group in enumerate(self.param_groups):
             names = group.get("param_names", [f"number {place}" for place in range(len(group["params"]))])

@@ -149,7 +149,7 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
         if state:
             inner.state[mine.tensor] = state
         # A rank may have no element of a parameter, and so nothing to take over.
-        fresh += not state and bool(kinds) and mine.tensor.numel() > 0
+        fresh += not state and mine.tensor.numel() > 0 and is_lost(source, kinds, name)
     source.read(pieces)
     rescaled = {
         kind
@@ -157,6 +157,15 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
         for kind in rescale(source, name, inner.state.get(mine.tensor, {}), groups.get(id(mine.tensor), {}))
     }
     report_optimizer(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(held), rescaled)
+
+
+def is_lost(source: Source, kinds: Mapping[str, Any], name: str) -> bool:
+    """Whether a parameter without a whole state should have one: part of it was saved, or no state of any parameter.
+
+    A parameter that never had a gradient has none.
+    """
+    own = any(source.has(f"{OPTIMIZER}/{kind}/{name}") or source.scalar(kind, name) is not None for kind in kinds)
+    return own or (bool(kinds) and not any(source.has_any(f"{OPTIMIZER}/{kind}") for kind in kinds))
 
 
 def state_for(

@@ -19,7 +19,7 @@ from thinwire.methods.memory import Residency
 from thinwire.methods.memory.residency import AT_ONCE
 from thinwire.optim import Part, Shards, SummingOptimizer
 from thinwire.state.elementwise import elementwise_kinds, state_kinds
-from thinwire.state.portable import Held, add_optimizer, records_of, report_optimizer, rescale, state_for
+from thinwire.state.portable import Held, add_optimizer, is_lost, records_of, report_optimizer, rescale, state_for
 from thinwire.tiers import BLOCK_BYTES, ChunkedFile, DiskFile, Pace, TierMeter
 from thinwire.tiers.pool import aligned
 
@@ -223,7 +223,7 @@ class PiecesOnDisk:
                 source.read(pieces)
                 if state:
                     self.inner.state[piece] = state
-                fresh += not state and bool(kinds)
+                fresh += not state and is_lost(source, kinds, name)
                 rescaled.update(rescale(source, name, state, groups[piece]))
         report_optimizer(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(self.spots), rescaled)
 

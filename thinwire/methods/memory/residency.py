@@ -85,7 +85,7 @@ class Residency:
     tile: str | None = None
     """Cut large matrices into parts of their inputs x parts of their outputs, such as 1x8, or lm_head=1x16 for those
     whose name has lm_head in it. A tile is fetched, used and evicted by itself, so that no such matrix is ever whole in
-    memory."""
+    memory. none: no tiles, where a run that is resumed had some."""
     sub_group: int | None = None
     """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget."""
     durable: bool = False
@@ -102,7 +102,10 @@ class Residency:
             if isinstance(self.activations, str):
                 share_of(self.activations)
         with problems.collect():
-            if isinstance(self.tile, str):
+            if self.tile in ("", "none"):
+                # A resumed run states it in place of the tiles that it had.
+                object.__setattr__(self, "tile", None)
+            elif isinstance(self.tile, str):
                 TileGrid.parse(self.tile)
         with problems.collect():
             if self.disk_rate is not None:

@@ -54,6 +54,12 @@ def test_transformers(tmp_path: Path) -> None:
     }  # fmt: skip
     transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "llama")
     equal_to_plain(f"hf:{tmp_path / 'llama'}", {})
+    # The launcher looks for the head of a model without weights, whose forward may ask for values.
+    transformers.GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2, architectures=["GPT2LMHeadModel"]
+                            ).save_pretrained(tmp_path / "gpt2")  # fmt: skip
+    for name in ("llama", "gpt2"):
+        head = head_of(build_skeleton(f"hf:{tmp_path / name}", 300, 16))
+        assert isinstance(head, torch.nn.Linear) and head.weight.is_meta and head.weight.shape == (300, 16)
     transformers.Gemma2Config(**sizes, architectures=["Gemma2ForCausalLM"]).save_pretrained(tmp_path / "gemma2")
     with pytest.raises(ConfigError, match="does not return the output of a Linear"):
         head_of(build_model(f"hf:{tmp_path / 'gemma2'}", 300, 16))

@@ -37,7 +37,7 @@ class Figures:
         step_s, exposed_comm_s, codec_s: of rank 0, medians over the timed steps; means in a race with islands.
         compute_s: step_s minus exposed_comm_s.
         sent_bytes_per_step: payload of rank 0. A mean over the timed steps of each start, then the median of the
-            starts.
+            starts; their mean in a race with islands.
         kernel_sent_bytes_per_step: all bytes on a node's link divided by its ranks, averaged in the same way; the mean
             over the nodes, and the worst node.
         bound_s: max(compute alone, bytes / rate).
@@ -201,10 +201,11 @@ def seed_result(
     """The figures of one run."""
     timed = {step for leg in entry.legs if leg.last_timed for step in range(leg.first_timed, leg.last_timed + 1)}
     rows = [row for row in run.steps if row["step"] in timed]
-    typical = times_of(rows, AVERAGES[average_of(plan)])
+    average = AVERAGES[average_of(plan)]
+    typical = times_of(rows, average)
     step_s, losses = typical["step_s"], smoothed([number(row.get("loss")) for row in run.steps], plan.smooth)
     reached = None if target is None else first_at_most(losses, target, plan.smooth)
-    sent, received = per_step(entry.legs, "kernel_sent_bytes"), per_step(entry.legs, "kernel_received_bytes")
+    sent, received = (per_step(entry.legs, f"kernel_{way}_bytes", average) for way in ("sent", "received"))
     bound = least_time(plan.lab, sent, received, alone)
     least = least_time(plan.lab, sent, received, alone, forward, weights_share(rows))
     return SeedResult(
@@ -214,7 +215,7 @@ def seed_result(
             tokens_per_s=plan.tokens_per_step / step_s if step_s else None,
             kernel_sent_bytes_per_step=fmean(sent) / plan.lab.local_size if sent else None,
             kernel_sent_bytes_per_step_worst_node=max(sent) / plan.lab.local_size if sent else None,
-            sent_bytes_per_step=payload_per_step(entry.legs, run),
+            sent_bytes_per_step=payload_per_step(entry.legs, run, average),
             train_loss=_known(losses[-1]) if losses else None,
             heldout_loss=_known(number(run.summary.get("heldout_loss"))),
             minutes_to_target=reached * step_s / 60 if reached and step_s else None,
@@ -254,20 +255,22 @@ def spread_of(
     return found
 
 
-def per_step(legs: Sequence[Leg], name: str) -> list[float]:
-    """Bytes of each node in a step: the median over the legs of their means; empty if nothing was counted."""
+def per_step(legs: Sequence[Leg], name: str, average: Callable[[Iterable[float]], float] = median) -> list[float]:
+    """Bytes of each node in a step: the average over the legs of their means; empty if nothing was counted."""
     counted = [[total / leg.kernel_steps for total in getattr(leg, name)] for leg in legs if leg.kernel_steps]
-    return [median(node) for node in zip(*counted, strict=True)]
+    return [average(node) for node in zip(*counted, strict=True)]
 
 
-def payload_per_step(legs: Sequence[Leg], run: RunFiles) -> float | None:
+def payload_per_step(
+    legs: Sequence[Leg], run: RunFiles, average: Callable[[Iterable[float]], float] = median
+) -> float | None:
     """Bytes by the meter of rank 0, averaged like the kernel's; None if the run did not count them."""
     counted = [
         [number(row.get("sent_bytes")) for row in run.steps if leg.first_timed <= row["step"] <= leg.last_timed]
         for leg in legs
     ]
     means = [fmean(values) for values in counted if values]
-    return _known(median(means)) if means else None
+    return _known(average(means)) if means else None
 
 
 def weights_share(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thinwire.errors import ConfigError
 from thinwire.losses.cut import cut_cross_entropy
@@ -45,7 +46,9 @@ def head_of(model: nn.Module) -> nn.Module:
     try:
         device = next(model.parameters()).device
         with torch.no_grad():
-            logits = model(torch.zeros(1, 2, dtype=torch.int64, device=device))
+            logits = (
+                _faked(model) if device.type == "meta" else model(torch.zeros(1, 2, dtype=torch.int64, device=device))
+            )
     finally:
         model.train(was_training)
         for hook in hooks:
@@ -53,6 +56,16 @@ def head_of(model: nn.Module) -> nn.Module:
     if id(logits) not in given:
         raise ConfigError("loss cut: the model does not return the output of a Linear as its logits; nearest: plain")
     return given[id(logits)]
+
+
+def _faked(model: nn.Module) -> Tensor:
+    """Logits of two tokens, of a model on meta. Foreign models ask for values, but not of fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        fakes = {name: torch.empty_like(tensor, device="cpu") for name, tensor in named}
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        logits: Tensor = torch.func.functional_call(model, fakes, (tokens,), tie_weights=False)
+    return logits
 
 
 def cut_loss(model: nn.Module, head: nn.Module | None = None, impl: str = "auto") -> None:

@@ -29,8 +29,8 @@ class RowsMethod(ShardedMethod):
 
     embedding_rows: Literal["auto", "on", "off"] = "auto"
     """Leave rows of zeros out of the gradients of untied embeddings; training has the same bits. on, off, or auto: of
-    embeddings with more than 524,288 elements. With on, a small one has a bucket of its own, which may cost more bytes than
-    its zeros."""
+    embeddings with more than 524,288 elements. With on, a small one has a bucket of its own, which may cost more bytes
+    than its zeros."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -393,3 +393,11 @@ def test_a_folder_of_pickles_is_refused_with_a_way_to_convert_it(command: str, t
     args = [name, str(tmp_path / "in"), *([str(tmp_path / "out")] if name == "import" else []), *flags]
     with pytest.raises(ConfigError, match=r"pytorch_model.bin is a pickle.*python -c .*save_pretrained\('NEW'\)"):
         cli.run(args)
+
+
+def test_weights_that_know_another_tokenizer_are_told(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=600, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    asked, effect, _ = model_rows(TrainConfig(model=f"hf:{tmp_path}"))[-1]
+    assert (asked, effect) == ("--tokenizer bytes", "uses 256 of the model's 600 words")

@@ -548,6 +548,13 @@ def model_rows(config: TrainConfig) -> list[Row]:
         rows = [(f"--model {config.model}", "starts from the folder's weights", "")]
         if is_pruned(folder):
             rows.append((f"--model {config.model}", "trains the kept values alone", "the folder says which are kept"))
+        num, known = load_tokenizer(config.tokenizer).vocab_size, check_hf(str(folder), 1, 1, {}).vocab_size
+        if 2 * num < known:
+            own = folder / "tokenizer.json"
+            why = "its weights were trained with another tokenizer" + (
+                f"; nearest: --tokenizer {own}" if own.exists() else ""
+            )
+            rows.append((f"--tokenizer {config.tokenizer}", f"uses {num:,} of the model's {known:,} words", why))
         return rows
     return [(f"--model {config.model}", "starts at random", "the folder holds no .safetensors file")]
 

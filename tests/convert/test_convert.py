@@ -396,7 +396,6 @@ def test_a_folder_of_pickles_is_refused_with_a_way_to_convert_it(command: str, t
 
 
 def test_weights_that_know_another_tokenizer_are_told(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=600, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     asked, effect, _ = model_rows(TrainConfig(model=f"hf:{tmp_path}"))[-1]

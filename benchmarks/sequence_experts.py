@@ -293,7 +293,9 @@ GOALS: dict[str, Callable[[Bench], Iterator[Goal]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, measure in GOALS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=(measure.__doc__ or "").splitlines()[0])
+        parser.add_argument(
+            f"--{name}", action="store_true", help=(measure.__doc__ or "").splitlines()[0].replace("%", "%%")
+        )
     parser.add_argument("--seeds", type=int, default=5, help="of --prune and --loss")
     parser.add_argument("--steps", type=int, default=1000, help="of models that are pruned; --loss takes twice as many")
     parser.add_argument("--minutes", type=float, default=30, help="of each program, or of --prune, at most")

@@ -86,7 +86,8 @@ class Patience:
             time.sleep(LOOK_EVERY_S)
             while self._over:
                 _beside(_take_back, self._over.pop())
-            for wait in sorted(self._waits.copy(), key=lambda one: one.since)[:1]:
+            wait = min(self._waits.copy(), key=lambda one: one.since, default=None)
+            if wait is not None:
                 waited_s = time.monotonic() - wait.since
                 if waited_s >= wait.due_s / 2 and not wait.keys:
                     _beside(_post, wait)

@@ -175,25 +175,19 @@ class Routes:
 
     def needs(self, action: Action) -> list[Action | PlanMessage]:
         """What must have arrived or ended before an action can start; what comes over bridges is last."""
-        found = self._needs(action)
-        if action.kind == FORWARD:
-            found += [Bridged("forward", *ends, action.micro_batch) for ends in self.bridges if ends[1] == action.chunk]
-        elif action.kind == BACKWARD:
-            found += [
-                Bridged("backward", *ends, action.micro_batch) for ends in self.bridges if ends[0] == action.chunk
-            ]
-        return found
+        return [*self._needs(action), *self._bridged(action, is_given=False)]
 
     def gives(self, action: Action) -> list[PlanMessage]:
         """The tensors of an action that other ranks, or the same rank later, need; those over bridges are last."""
-        found = self._gives(action)
-        if action.kind == FORWARD:
-            found += [Bridged("forward", *ends, action.micro_batch) for ends in self.bridges if ends[0] == action.chunk]
-        elif action.kind == BACKWARD:
-            found += [
-                Bridged("backward", *ends, action.micro_batch) for ends in self.bridges if ends[1] == action.chunk
-            ]
-        return found
+        return [*self._gives(action), *self._bridged(action, is_given=True)]
+
+    def _bridged(self, action: Action, *, is_given: bool) -> list[PlanMessage]:
+        """What an action gives over bridges, or needs. Backward, a bridge leads from its second chunk to its first."""
+        if action.kind not in (FORWARD, BACKWARD):
+            return []
+        is_forward = action.kind == FORWARD
+        way, end = "forward" if is_forward else "backward", int(is_given != is_forward)
+        return [Bridged(way, *ends, action.micro_batch) for ends in self.bridges if ends[end] == action.chunk]
 
     def _needs(self, action: Action) -> list[Action | PlanMessage]:
         visit, own, number = action.visit, Action(FORWARD, *action.visit), action.micro_batch

@@ -156,14 +156,17 @@ def test_a_race_in_which_no_exchange_is_timed_is_refused(tmp_path: Path) -> None
     race = RaceConfig(strategies="zero,diloco[sync_every=50]", lab="nodes=2,rate=20mbit", out=str(tmp_path / "out"))
     train = TrainConfig(model="tiny", steps=6)
     with pytest.raises(
-        ConfigError, match=r"diloco exchanges every 50 steps, and no timed step .* nearest: -- --steps 104"
+        ConfigError, match=r"diloco exchanges every 50 steps, and no timed step .* nearest: -- --steps 156"
     ):
         make_plan(race, train, Problems())
-    (diloco,) = read_contestants("diloco[sync_every=50]", Problems(), replace(train, steps=104))
-    assert exchanges_timed(race, replace(train, steps=104), diloco) == 2
+    # With as many steps, each round times a whole period.
+    enough = replace(train, steps=156)
+    (diloco,) = read_contestants("diloco[sync_every=50]", Problems(), enough)
+    assert exchanges_timed(race, enough, diloco) == 3 and timed_steps_of(race, enough, diloco) == 50
+    assert not [row for row in rows_of(race, enough, enough, [diloco]) if row[1] == "no whole period"]
     told = [row for row in rows_of(race, train, train, [diloco]) if row[1] == "no whole period"]
     assert told == [
-        ("steps of diloco that are timed", "no whole period", "it exchanges every 50 steps; nearest: -- --steps 104")
+        ("steps of diloco that are timed", "no whole period", "it exchanges every 50 steps; nearest: -- --steps 156")
     ]
 
 

@@ -232,6 +232,12 @@ def test_tiles_that_there_can_not_be_are_refused(text: str, message: str) -> Non
     assert message in str(error.value)
 
 
+def test_a_run_that_had_tiles_can_do_without() -> None:
+    assert (
+        Residency(tile="none").tile is None and Residency(tile="").tile is None and Residency(tile="1x8").tile == "1x8"
+    )
+
+
 def test_what_tiles_can_not_be_combined_with_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 8))
     tile(model, "0=2x4")

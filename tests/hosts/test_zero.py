@@ -506,6 +506,22 @@ def test_some_parameters_in_a_group_of_their_own() -> None:
         assert results[0][3] == pytest.approx(math.sqrt(squares), rel=1e-5)
 
 
+def test_a_parameter_without_gradients_has_no_state_to_lose(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    model.forward = lambda x: model["used"](x)
+    wrapped, optimizer = thinwire.zero(model, torch.optim.AdamW(model.parameters()), Zero())
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert "starts anew" not in caplog.text
+    # What was saved in part is told.
+    lost = next(name for name in state["tensors"] if "exp_avg_sq" in name)
+    del state["tensors"][lost]
+    optimizer.load_state_dict(state)
+    assert "starts anew" in caplog.text
+
+
 def test_world_of_one_without_torch_distributed() -> None:
     model = Net(seed=0)
     model, optimizer = thinwire.zero(model, make_optimizer(model), SDP4Bit())

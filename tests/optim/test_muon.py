@@ -184,5 +184,13 @@ def test_a_vector_that_is_asked_to_be_orthogonal_is_refused() -> None:
             make(named)
         with pytest.raises(ConfigError, match=r"2 problems:(.|\n)* number 0 of .* nearest: a group with orthogonal=F"):
             make([torch.zeros(3), torch.zeros(2, 3), torch.zeros(2, 2, 1, 1)], orthogonal=True)
+        later = make([torch.zeros(2, 3)])
+        with pytest.raises(ConfigError, match="parameter number 0 of group 1, of shape"):
+            later.add_param_group({"params": [torch.zeros(3)], "orthogonal": True})
+        vector = make([torch.zeros(3)])
+        state = vector.state_dict()
+        state["param_groups"][0]["orthogonal"] = True
+        with pytest.raises(ConfigError, match="parameter number 0 of group 0"):
+            vector.load_state_dict(state)
     # Without a word of it, each has its own step.
     assert len(Muon(list(params.values())).matrices) == 3

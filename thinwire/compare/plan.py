@@ -120,11 +120,10 @@ def make_plan(
     problems.raise_any()
     for contestant in contestants if is_users else ():
         if not exchanges_timed(race, train, contestant):
-            every = contestant.exchanges_every(train)
-            steps = (every + WARM_UP_STEPS) * rounds_of(race, train.steps)
             problems.messages.append(
-                f"{contestant.name} exchanges every {every} steps, and no timed step is one of them, so that its time "
-                f"and bytes would be those of a run that never exchanges; nearest: -- --steps {steps}"
+                f"{contestant.name} exchanges every {contestant.exchanges_every(train)} steps, and no timed step is "
+                "one of them, so that its time and bytes would be those of a run that never exchanges; nearest: "
+                f"-- --steps {steps_with_exchanges(race, train, contestant)}"
             )
     problems.raise_any()
     threads, why_threads = threads_per_worker(lab.world_size)
@@ -163,6 +162,12 @@ def exchanges_timed(race: RaceConfig, train: TrainConfig, contestant: Contestant
         warm = first + WARM_UP_STEPS
         found += (stop if timed is None else min(stop, warm + timed)) // every - warm // every
     return found
+
+
+def steps_with_exchanges(race: RaceConfig, train: TrainConfig, contestant: Contestant) -> int:
+    """Steps of a race each of whose rounds times a whole period of the contestant."""
+    # More steps than now allow as many rounds as by default.
+    return (contestant.exchanges_every(train) + WARM_UP_STEPS) * (race.rounds or DEFAULT_ROUNDS)
 
 
 def shared_config(train: TrainConfig, lab: LabSpec) -> TrainConfig:
@@ -224,7 +229,8 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
     for contestant in contestants:
         every, room = contestant.exchanges_every(train), train.steps // num_rounds - WARM_UP_STEPS
         if every > max(room, 1):
-            why = f"it exchanges every {every} steps; nearest: -- --steps {(every + WARM_UP_STEPS) * num_rounds}"
+            nearest = steps_with_exchanges(race, train, contestant)
+            why = f"it exchanges every {every} steps; nearest: -- --steps {nearest}"
             yield f"steps of {contestant.name} that are timed", "no whole period", why
     timed = {timed_steps_of(race, train, contestant) for contestant in contestants}
     if race.timed_steps is not None and None in timed:

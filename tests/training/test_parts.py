@@ -91,7 +91,7 @@ def test_figures_are_of_the_steps_since_the_resume(tmp_path: Path, capsys: pytes
         reporter.finish(step=last_step, peak_rss_bytes=1, **ending)  # type: ignore[arg-type]
         summary, run = json.loads((tmp_path / "summary.json").read_text()), read_run(tmp_path)
         assert summary["resumed_after"] == first_step and len(run.steps) == last_step
-        ratio = capsys.readouterr().out.partition("fp32 0.002 MB: ")[2].splitlines()
+        ratio = capsys.readouterr().out.partition("fp32 1.60 kB: ")[2].splitlines()
         if first_step < last_step:
             assert (summary["sent_bytes_per_step"], summary["step_s"]) == (sent_bytes, step_s)
             assert summary["tokens_per_s"] == 10 / step_s
@@ -194,7 +194,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "dtype auto: bf16 (measured [1])" in shown
     assert "step 1/3  loss 2.0000" in shown and "step 3/3" in shown and "step 2/3" not in shown
-    assert "MB, fp32 8.00" in shown and "waiting 0.200 of 1.500 s" in shown
+    assert "sent 100 B, fp32 8 MB" in shown and "waiting 0.200 of 1.500 s" in shown
 
 
 def test_options_without_effect_are_rows() -> None:

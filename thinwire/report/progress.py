@@ -13,12 +13,12 @@ from rich.live import Live
 from rich.table import Table
 
 from thinwire.report.metrics import StepMetrics
+from thinwire.report.units import bytes_text
 from thinwire.table import Row
 
 LINE_EVERY_S = 5.0
 NUM_ROWS = 10
 NUM_TIMED = 20
-MB = 1e6
 
 
 class Progress:
@@ -78,12 +78,11 @@ class Progress:
     def _cells(self, record: StepMetrics) -> list[str]:
         typical_s = median(recent.step_s for recent in self._recent)
         left = timedelta(seconds=round((self.num_steps - record.step) * typical_s))
-        sent, plain = record.sent_bytes / MB, self.uncompressed_bytes / MB
         return [
             f"{record.step}/{self.num_steps}",
             f"{record.loss:.4f}",
             f"{self.tokens_per_step / typical_s:,.0f}",
-            f"{sent:.2f} MB, fp32 {plain:.2f}",
+            f"{bytes_text(record.sent_bytes)}, fp32 {bytes_text(self.uncompressed_bytes)}",
             f"{record.exposed_comm_s:.3f} of {record.step_s:.3f} s",
             str(left),
         ]

@@ -17,7 +17,7 @@ from thinwire.report.machine import versions
 from thinwire.report.metrics import TRIED, MembershipEvent, MetricsWriter, RunEvent, StepMetrics, WayEvent, medians
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import open_trackers
-from thinwire.report.units import seconds_text
+from thinwire.report.units import bytes_text, seconds_text
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
@@ -170,7 +170,7 @@ class Reporter:
             )
             instead = "whole models that average gradients in " if self.cuts_work else "in "
             beside = f"{ratio} bytes{beside}" if self._is_typical else f"one step is no measure of the ratio{beside}"
-            say(f"sent {by}per step: {sent / 1e6:.3f} MB, {instead}fp32 {plain / 1e6:.3f} MB: {beside}")
+            say(f"sent {by}per step: {bytes_text(sent)}, {instead}fp32 {bytes_text(plain)}: {beside}")
         if predicted := summary["predicted_pipeline_s"]:
             found = summary["pipeline_s"]
             say(

@@ -201,6 +201,9 @@ class Trainer:
         if lessons is not None:
             why = "stated" if config.teacher_weight is not None else "with which both losses are equal before this step"
             yield f"--teacher {config.teacher}", f"its experts teach, weight {lessons.weight:.4g}", why
+        if self.engine.end is not None:
+            why = f"token {self.engine.end} ends a document, and is not asked what follows it"
+            yield "--documents", "a token attends to its own document alone", why
         if config.mesh_shape.tensor > 1:
             yield self._tensor_row()
         if self.stage.sequence is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import thinwire
-from thinwire.compose import check_joint
+from thinwire.compose.checks import check_joint
 from thinwire.errors import ConfigError
 from thinwire.run.config import TrainConfig
 from thinwire.run.run import Run

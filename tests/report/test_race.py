@@ -197,3 +197,13 @@ def test_lines_have_names_and_the_difference_is_drawn(tmp_path: Path) -> None:
 )
 def test_the_figures_of_a_sum_add_up(seconds: float, first: float, words: str) -> None:
     assert sum_text(seconds, first) == words
+
+
+def test_the_verdict_says_who_has_not_learnt() -> None:
+    zero, same = with_seeds("zero", 1.0, 2.0), with_seeds("same", 0.5, 2.1)
+    far = with_seeds("far", 0.1, 3.0)
+    for contestant, loss in ((zero, 2.0), (same, 2.1), (far, 3.0)):
+        contestant["mean"]["heldout_loss"] = loss
+    told = verdict_of(zero, same, far)
+    assert "far has learnt far less from these tokens: its held-out loss is 50% above that of zero" in told[-1]
+    assert not any("same has learnt" in sentence for sentence in told)

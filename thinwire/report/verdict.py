@@ -10,6 +10,8 @@ from typing import Any
 from thinwire.report.units import bytes_text, seconds_text
 
 FINISHED = "finished"
+# A held-out loss that is this much above the reference's is no matter of chance or of a few more steps.
+FAR_BEHIND = 0.1
 
 
 def verdict(values: Mapping[str, Any]) -> list[str]:
@@ -32,6 +34,8 @@ def verdict(values: Mapping[str, Any]) -> list[str]:
     reference = next((row for row in rows if row["name"] == values["reference"]), None)
     if reference is not None and reference is not winner:
         sentences += [*filter(None, (bytes_sentence(winner, reference), loss_sentence(winner, reference)))]
+    if reference is not None:
+        sentences += far_behind(rows, reference)
     return sentences
 
 
@@ -71,6 +75,20 @@ def loss_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> st
     error = stdev(differences) / math.sqrt(len(differences))
     sentence = f"Its held-out loss minus that of {name}: {mean:+.4f} ± {error:.4f} ({len(differences)} seeds)"
     return f"{sentence}, within twice the standard error." if abs(mean) <= 2 * error else f"{sentence}."
+
+
+def far_behind(rows: Sequence[Mapping[str, Any]], reference: Mapping[str, Any]) -> list[str]:
+    """A sentence for each contestant that has learnt much less than the reference from the same tokens."""
+    exact, found = reference["mean"]["heldout_loss"], []
+    for row in rows:
+        own = row["mean"]["heldout_loss"]
+        if exact and own is not None and own > (1 + FAR_BEHIND) * exact:
+            found.append(
+                f"{row['name']} has learnt far less from these tokens: its held-out loss is {own / exact - 1:.0%} "
+                f"above that of {reference['name']}. Its bytes and seconds are no gain before it learns; it may need another "
+                "learning rate, more steps, or more exchanges."
+            )
+    return found
 
 
 def rival(

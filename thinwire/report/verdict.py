@@ -85,8 +85,8 @@ def far_behind(rows: Sequence[Mapping[str, Any]], reference: Mapping[str, Any]) 
         if exact and own is not None and own > (1 + FAR_BEHIND) * exact:
             found.append(
                 f"{row['name']} has learnt far less from these tokens: its held-out loss is {own / exact - 1:.0%} "
-                f"above that of {reference['name']}. Its bytes and seconds are no gain before it learns; it may need another "
-                "learning rate, more steps, or more exchanges."
+                f"above that of {reference['name']}. Its bytes and seconds are no gain before it learns; it may need "
+                "another learning rate, more steps, or more exchanges."
             )
     return found
 

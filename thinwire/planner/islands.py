@@ -86,7 +86,7 @@ def spread(pricing: Pricing, way: Candidate, method: IslandsMethod) -> dict[tupl
     if key not in pricing.spreads:
         part, widths = pricing.cut(way.tensor), list[int]()
         if way.stages > 1:
-            parts, _ = cut_parts(part, way.pipeline, way.stages)
+            parts, _ = cut_parts(part, way.pipeline, way.stages, pricing.seq_len, way.tensor)
             widths = [sum(param.numel() for param in each.parameters()) * way.tensor for each in parts]
         topology = Topology(way.islands, size)
         pricing.spreads[key] = method.spread(part, pricing.model, topology, way.tensor, widths)

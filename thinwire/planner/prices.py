@@ -33,13 +33,11 @@ def in_stages(pricing: Pricing, way: Candidate) -> Priced:
     staged = pricing.staged(way, order)
     grid, stages, exchanges = staged.grid, staged.stages, staged.exchanges
     exchange_s = max(timeline.makespan_s for timeline in exchanges)
-    first, last = grid.slowest(way.stages)[0], grid.slowest(way.stages)[-1]
-    tied_s = stages.tied_bytes / min(grid.machine.fabric.rates[first][last], grid.machine.fabric.rates[last][first])
     plans = [pricing.plan_of(way, stages.parts[stage]) for stage in range(way.stages)]
     counted = pricing.counted(way, max(stages.memory_bytes(stage, plan) for stage, plan in enumerate(plans)))
     memory = pricing.estimator.peak_bytes(counted)
-    step_s = stages.step_s + exchange_s + tied_s
-    exposed_s = stages.timeline.idle_s[0] + exchange_s + tied_s
+    step_s = stages.step_s + exchange_s
+    exposed_s = stages.timeline.idle_s[0] + exchange_s
     sent = stages.sent_bytes(0) + sum(exchanges[0].graph.sent(0).values())
     terms = {
         "step_s": step_s, "compute_s": step_s - exposed_s, "exposed_comm_s": exposed_s,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from thinwire.cost.simulate import TRAINING
 from thinwire.cost.trace import SENDING, TraceSpan
-from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, SCORE, TRAIN, WEIGHT
+from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, SCORE, TRAIN, WEIGHT, Beside
 from thinwire.planner.islands import islands_of, links_between
 from thinwire.planner.mixture import shared_experts
 from thinwire.planner.pricing import Pricing
@@ -102,5 +102,5 @@ def _of_pipeline(stages: Stages, ranks: Sequence[int]) -> Iterator[TraceSpan]:
         if stages.more_s:
             yield TraceSpan(ranks[place], TRAINING, "more micro-batches", timeline.makespan_s, stages.step_s)
     for source, target, what, begin, end in timeline.messages:
-        words = f"{what.kind} of micro-batch {what.micro_batch}"
+        words = str(what) if isinstance(what, Beside) else f"{what.kind} of micro-batch {what.micro_batch}"
         yield TraceSpan(ranks[source], SENDING, words, begin, end, ranks[target])

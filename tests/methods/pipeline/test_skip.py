@@ -52,19 +52,27 @@ def test_rules_of_a_path(path: list[int], problem: str) -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "length"), [(3, 2), (4, 3), (6, 4)])
-def test_paths_keep_the_rules_and_what_nodes_take(num_stages: int, length: int) -> None:
-    ground = world(num_stages, [2] * num_stages, memory=2)
-    num_paths, num_found = 4, 0
+@pytest.mark.parametrize("is_stated", [False, True])
+def test_paths_keep_the_rules_and_what_nodes_take(is_stated: bool, num_stages: int, length: int) -> None:
+    # An even share of all visits, or as much stated as what each of a stage's two nodes takes.
+    num_paths, num_found = 8, 0
+    most = math.ceil(num_paths * (length - 1) / (num_stages - 1))
+    most_of_node = math.ceil(most / 2)
+    most = 2 * most_of_node if is_stated else most
+    ground = world(num_stages, [2] * num_stages, memory=most_of_node if is_stated else None)
+    unlimited = [shortest(ground, number % 2, 0.0, length, Forbidden()) for number in range(num_paths)]
+    crowded = Counter(node for route in unlimited if route is not None for node in route.path[1:])
+    stages_crowded = Counter(ground.stages[node] for node in crowded.elements())
+    assert max(crowded.values()) > most_of_node or max(stages_crowded.values()) > most
     for paths in found_paths(ground, num_paths, length):
         num_found += 1
-        assert len(paths) == num_paths and [path[0] for path in paths] == [0, 1, 0, 1]
+        assert [path[0] for path in paths] == [0, 1] * (num_paths // 2)
         for path in paths:
             stages = [ground.stages[node] for node in path]
             assert len(stages) == length and not problem_of(stages)
         nodes = Counter(node for path in paths for node in path[1:])
-        assert max(nodes.values()) <= 2
-        stages_used = Counter(ground.stages[node] for node in nodes.elements())
-        assert all(num <= 4 for num in stages_used.values())
+        assert max(nodes.values()) <= most_of_node
+        assert max(Counter(ground.stages[node] for node in nodes.elements()).values()) <= most
     assert num_found
 
 
@@ -141,8 +149,11 @@ def test_planned_paths_beat_random_ones_and_these_the_whole_pipeline() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "skip", "message"),
-    [(4, 1.0, "below 1; nearest: 0.33"), (4, -0.5, "nearest: 0"), (4, 0.8, "visits at least 2; nearest: 0.5")],
-)
+    [
+        (4, 1.0, "below 1; nearest: 0.33"), (4, -0.5, "nearest: 0"), (4, 0.8, "visits at least 2; nearest: 0.5"),
+        (4, 0.1, "leaves out no stage; nearest: 0.25, which leaves out one"), (2, 0.2, "no stage; nearest: 0"),
+    ],
+)  # fmt: skip
 def test_shares_that_leave_no_path_are_refused(stages: int, skip: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         skipping(stages, 8, skip)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,8 @@ from tests.workers import Rows, run_rows, run_workers
 from thinwire.collectives import Mailbox, Topology
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.pipeline import Runner
-from thinwire.methods.pipeline import Costs, Plan, check, fitted, plan, recompute, simulate
+from thinwire.methods.pipeline import Action, Costs, Plan, check, fitted, plan, recompute, simulate
+from thinwire.methods.pipeline.plan import Routes
 from thinwire.methods.pipeline.skip import skipping
 
 # "order ranks micro-batches chunks", and what else is done to the plan.
@@ -29,7 +31,7 @@ PLANS: dict[str, list[str]] = {
     ],
     "4": [
         "gpipe 1", "gpipe 4", "1f1b 4", "1f1b 3 always", "v-half 2", "interleaved 4", "interleaved-zb 4", "zbv 4",
-        "dualpipe-v 8", "fitted 4", "halves 4", "skips 4", "skipping 6",
+        "dualpipe-v 8", "fitted 4", "halves 4", "skips 4", "skipping 6", "drawn 1", "drawn 2", "drawn 3", "without 4",
     ],
 }  # fmt: skip
 
@@ -47,8 +49,32 @@ def made(text: str, num_ranks: int) -> Plan:
         return fitted((0, 1, 2, 3, 0), paths, Costs.even(5))
     if order == "skipping":
         return skipping(num_ranks, num, 0.33)
+    if order == "drawn":
+        return drawn(num, num_ranks)
+    if order == "without":
+        # Nobody visits chunk 2.
+        return fitted((0, 1, 2, 3, 0), [(0, 1, 3, 4), (0, 3, 1, 4)] * (num // 2), Costs.even(5))
     result = plan(order, num_ranks, num)
     return recompute(result, mode[0]) if mode else result
+
+
+def drawn(seed: int, num_ranks: int) -> Plan:
+    """Paths through any chunks in any order, and for each rank any order that does not wait for ever."""
+    draws, head = random.Random(seed), num_ranks
+    paths = [
+        (0, *draws.sample(range(1, num_ranks), draws.randint(1, num_ranks - 1)), head)
+        for _ in range(draws.randint(4, 8))
+    ]
+    home = (*range(num_ranks), 0)
+    routes, done = Routes(paths, home), set[Any]()
+    left = [Action(kind, chunk, number) for number, path in enumerate(paths) for chunk in path for kind in "FB"]
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    while left:
+        action = draws.choice([each for each in left if all(need in done for need in routes.needs(each))])
+        left.remove(action)
+        done |= {action, *routes.gives(action)}
+        orders[home[action.chunk]].append(action)
+    return Plan(home, tuple(paths), tuple(map(tuple, orders)))
 
 
 def sizes_of(made: Plan) -> list[int]:

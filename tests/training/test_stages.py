@@ -138,12 +138,12 @@ def test_what_a_run_says_of_its_pipeline(runs: RunsOfRanks) -> None:
     # Forwards and backwards of 2 micro-batches on 2 stages.
     assert told["predicted"] == told["measured"] and len(told["measured"]) == 2 * 2 * 2
     assert all(each["dur"] > 0 for each in events)
-    # The step that is predicted is the one that is drawn, and ends when the tied gradient has arrived.
+    # The step that is predicted is the one that is drawn; a tied gradient may come behind the last action.
     predicted = [each for each in events if each["tid"] == "predicted"]
     end_s = max(each["ts"] + each["dur"] for each in predicted) / 1e6
     busy_s = sum(each["dur"] for each in predicted if each["pid"] == 0) / 1e6
     assert last["predicted_pipeline_s"] == pytest.approx(busy_s / (1 - last["predicted_bubble"]))
-    assert end_s < last["predicted_pipeline_s"]
+    assert end_s <= last["predicted_pipeline_s"] * (1 + 1e-9)
     assert "A step of the pipeline" in (run["folder"] / "report.html").read_text()
     # fp32 of whole models on 4 ranks.
     assert run["uncompressed_bytes_per_step"] == 6 * run["parameters"]

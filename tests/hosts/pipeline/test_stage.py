@@ -24,7 +24,7 @@ from thinwire.hosts.pipeline.memory import kept_by
 from thinwire.hosts.pipeline.recovery import Holdings
 from thinwire.hosts.pipeline.stage import PipelineStage, check_trained, take_part
 from thinwire.hosts.ranks import Axis, open_ranks
-from thinwire.methods.pipeline import Costs, Pipeline, cut, simulate, token_shares
+from thinwire.methods.pipeline import Costs, Pipeline, cut, fitted, simulate, token_shares
 from thinwire.methods.pipeline.drift import drifted, plan_from
 from thinwire.methods.pipeline.recompute import MORE_BYTES
 from thinwire.models import build_model
@@ -209,9 +209,28 @@ def replanned(rank: int) -> Any:
     return found
 
 
+def unvisited(rank: int) -> bool:
+    """Whether a step changes this stage's weights, where no micro-batch visits stage 2 and nothing decays."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pipeline", "data"))
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=2e-3, weight_decay=0.0)
+    options = thinwire.Pipeline(head="first", skip=0.25, **EXACT)
+    stage: Any = thinwire.parallelize(whole, optimizer, mesh, [options, thinwire.Zero()], local_size=1, announce=False)
+    own: PipelineStage = stage.pipeline
+    own._runners[4] = own._running(fitted((0, 1, 2, 3, 0), [(0, 1, 3, 4), (0, 3, 1, 4)] * 2, Costs.even(5)))
+    before = {name: weight.detach().clone() for name, weight in own.weights.items()}
+    stage.forward_backward(batches(0, 4))
+    stage.step(0.5)
+    stage.optimizer.synchronize()
+    changed = [not torch.equal(before[name], weight) for name, weight in own.weights.items()]
+    stage.close()
+    assert len(set(changed)) == 1
+    return changed[0]
+
+
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     found = {name: gradients(rank, name) for name in GRADIENTS}
-    found["replanned"] = replanned(rank)
+    found["replanned"], found["changed"] = replanned(rank), unvisited(rank)
     return found | {name: trained(rank, name) for name in METHODS}
 
 
@@ -274,6 +293,10 @@ def test_paths_are_planned_for_measured_links_and_anew_when_one_drifts(ranks: li
     # As many bytes a second, each message later.
     assert "MB/s and 50 ms where" in drifted(networks[4], Network.even(4, rate=1e8, delay_s=0.05), step)
     assert not drifted(networks[4], Network.even(4, rate=1e8, delay_s=1e-5), step)
+
+
+def test_a_stage_that_nobody_visits_keeps_its_weights(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["changed"] for rank in ranks] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("name", METHODS)

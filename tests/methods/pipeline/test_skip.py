@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
@@ -13,7 +14,7 @@ import pytest
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline import Costs, Pipeline, check, simulate
-from thinwire.methods.pipeline.conflicts import Busy, Forbidden, found_paths, shortest
+from thinwire.methods.pipeline.conflicts import Busy, Forbidden, _either, _root, _search, found_paths, shortest
 from thinwire.methods.pipeline.ground import Ground, problem_of
 from thinwire.methods.pipeline.skip import full_paths, path_length, planned_paths, random_paths, skipping, waves
 
@@ -96,15 +97,30 @@ def test_a_path_is_the_one_that_is_done_first() -> None:
     assert shortest(ground, 0, 0.0, 3, Forbidden(stages=frozenset([1, 2, 3]))) is None
 
 
-def test_paths_that_avoid_collisions_never_need_a_node_at_once() -> None:
-    ground = world(2, [2, 2, 2, 2], memory=2)
-    from thinwire.methods.pipeline.conflicts import _collision, _root, _search
+def waited_s(ground: Ground, paths: Sequence[Sequence[int]]) -> float:
+    """Seconds that forwards wait for a node that is busy, in the plan that would run."""
+    plan = ground.plan_of(paths)
+    timeline = simulate(plan, ground.costs, ground.network)
+    arrived = {what: end_s for *_, what, _, end_s in timeline.messages}
+    waited = 0.0
+    for action, begin_s, _ in (each for span in timeline.spans for each in span):
+        needs = [arrived[need] for need in plan.routes.needs(action) if need in arrived]
+        waited += begin_s - needs[0] if action.kind == "F" and needs else 0.0
+    return waited
 
+
+def test_paths_that_avoid_collisions_never_wait_for_a_node_in_the_plan_that_runs() -> None:
+    ground = world(2, [2, 2, 2, 2], memory=2)
+    # Links that messages share are no nodes.
+    free = tuple((math.inf,) * len(ground.stages) for _ in ground.stages)
+    ground = replace(ground, network=replace(ground.network, rates=free))
     root = _root(ground, 4, 3)
-    assert root is not None and _collision(ground, root)[0]
-    clear = list(_search(ground, [root], lambda found: _collision(ground, found), 2))
+    assert root is not None
+    clear = list(_search(ground, [root], lambda found: _either(ground, found, 3), 4))
     assert clear
     for solution in clear:
+        # Of two that go back at once one waits, and what comes behind it may too, for a moment.
+        assert waited_s(ground, solution.paths) < 0.01 * 1.76 < 1.76 < waited_s(ground, root.paths)
         for one, two in combinations(solution.routes, 2):
             for a, b in product(one.busy, two.busy):
                 apart = a.end_s <= b.start_s + 1e-9 or b.end_s <= a.start_s + 1e-9

@@ -16,7 +16,7 @@ def measured_links(comm: Communicator, mailbox: Mailbox, *, all_pairs: bool = Fa
 
     All ranks send to the next rank at once, the last to the first. Messages grow until the slowest takes PROBE_S. The
     delay is the time of a short message. Rate and burst follow by `bucket_of`; the burst is that of the slowest link.
-    The way back is assumed to be as fast, and pairs that are no neighbours as slow as the slowest link.
+    Then all send the other way. Pairs that are no neighbours count as slow as the slowest link.
 
     all_pairs: then all send to the next rank but one, and so on, until all pairs are known.
     """
@@ -25,10 +25,10 @@ def measured_links(comm: Communicator, mailbox: Mailbox, *, all_pairs: bool = Fa
         return Network.even(1)
     # {(from, to): (rate, delay, burst)}
     found: dict[tuple[int, int], tuple[float, float, float]] = {}
-    for distance in range(1, size // 2 + 1) if all_pairs else (1,):
+    for distance in range(1, size) if all_pairs else sorted({1, size - 1}):
         for rank, link in enumerate(_links_over(comm, mailbox, distance)):
             # What arrives at a rank comes from the one so far before.
-            found[(rank - distance) % size, rank] = found[rank, (rank - distance) % size] = link
+            found[(rank - distance) % size, rank] = link
     rates, delays, bursts = zip(*found.values(), strict=True)
     nodes, slowest = tuple(mailbox.topology.node(rank) for rank in range(size)), (min(rates), max(delays))
 

@@ -26,7 +26,7 @@ from thinwire.hosts.pipeline.stage import PipelineStage, check_trained, take_par
 from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.methods.pipeline import Costs, Pipeline, cut, fitted, simulate, token_shares
 from thinwire.methods.pipeline.drift import drifted, plan_from
-from thinwire.methods.pipeline.recompute import MORE_BYTES
+from thinwire.methods.pipeline.recompute import MORE_BYTES, mode_of
 from thinwire.models import build_model
 from thinwire.state.replicas import digest
 
@@ -109,6 +109,12 @@ def gradients(rank: int, name: str) -> Any:
     norm, loss = float(stage.reduce()), stage.optimizer.mean_loss
     tokens, targets = batches(1, 1)[0]
     forward = float(whole(tokens, targets)), whole(tokens).numpy()
+    if name == "auto 4":
+        # The second step's times choose again, and the row and the prediction name what runs.
+        own.forward_backward(batches(1, num))
+        mode = mode_of(own._runner(num).plan)
+        assert own.on_recompute[0][1].startswith(f"{mode}: ")
+        assert own.prediction is not None and str(own.prediction).endswith(f"; recompute auto: {mode}")
     stage.close()
     return found, norm, loss, forward
 

@@ -530,7 +530,8 @@ def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Gr
     yield "forwards, backwards and borders", effect, f"simulated; a rank does {short(grid.flops)} FLOP/s, {how}"
     if found.tied_bytes:
         tied = bytes_text(found.tied_bytes)
-        yield "tied embedding and head", f"{tied} a step each way", "between the first and the last stage"
+        where = "between the first and the last stage, in these seconds"
+        yield "tied embedding and head", f"{tied} a step each way", where
 
 
 def plan_on(

@@ -19,7 +19,8 @@ from thinwire.planner.command import run_explain
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.forward import forward_of, layer_and_ends
 from thinwire.planner.options import read_explain
-from thinwire.planner.stages import Grid, sizes_of, stages_of
+from thinwire.planner.parts import sizes_of
+from thinwire.planner.stages import Grid, stages_of
 from thinwire.report.units import bytes_text
 
 ARGS = [

@@ -15,11 +15,11 @@ from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import check_stages
 from thinwire.methods.schedule import END, Hop, PlannedExchange, PlannedExchanges, draw
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.parts import cut_parts
 from thinwire.planner.prices import price_one
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.rough import rough_s
 from thinwire.planner.search import Priced
-from thinwire.planner.stages import cut_parts
 from thinwire.registry import check_on_mesh
 
 Pairs = dict[tuple[int, int], float]

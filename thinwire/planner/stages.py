@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from thinwire.cost import Cores, Network
-from thinwire.errors import ConfigError
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import MethodPlan
 from thinwire.methods.pipeline import Costs, PipelineTimeline, in_flight, simulate
 from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES, ranks_across
-from thinwire.methods.pipeline.balance import balanced
-from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
-from thinwire.methods.pipeline.options import FITTED, Pipeline, check_stages
-from thinwire.methods.pipeline.plan import SCORE, TRAIN, Plan
-from thinwire.methods.pipeline.recompute import AUTO, MORE_BYTES, fastest_within, mode_of
-from thinwire.methods.pipeline.recover import NONE, neighbours
+from thinwire.methods.pipeline.cut import SPREAD
+from thinwire.methods.pipeline.options import Pipeline, check_stages
+from thinwire.methods.pipeline.plan import SCORE, TRAIN
+from thinwire.methods.pipeline.recompute import AUTO, MORE_BYTES
 from thinwire.methods.pipeline.simulate import SpreadCosts, peak_bytes
 from thinwire.methods.pipeline.vocabulary import NUM_SCORES, Own
 from thinwire.models import Llama
 from thinwire.planner.forward import layer_and_ends
-
-# Micro-batches of a simulated step at most, unless more may be in flight: from there on each one more costs the same.
-LONGEST = 64
+from thinwire.planner.parts import cut_parts
+from thinwire.planner.steps import Steps, beside_bytes, copies_of, last_messages_bytes, tied_bytes
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ class Stages:
     Attributes:
         parts: of the model, by stage.
         sizes: number of layers of each chunk.
-        timeline: of forwards, backwards, borders and tied weights, of at most LONGEST micro-batches.
+        timeline: of forwards, backwards, borders and tied weights; of a long step its first part, see Steps.
         held: for each stage, the most micro-batches of a chunk whose activations it keeps at once.
         peak_bytes: for each stage, the most bytes of activations that it keeps at once.
         link_bytes: of a step, by (from stage, to stage).
@@ -195,86 +188,6 @@ def stages_of(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The plans of steps of a pipeline with these costs."""
-
-    options: Pipeline
-    stages: int
-    costs: Costs
-    links: Network
-    _made: dict[int, Plan] = field(default_factory=dict)
-
-    def of(self, num: int) -> Plan:
-        """The plan of so many micro-batches. Raises ConfigError for a number that the order does not take."""
-        if num not in self._made:
-            self._made[num] = self.options.plan_of(self.stages, num, self.costs, self.links)
-        return self._made[num]
-
-    @property
-    def most(self) -> int:
-        """Micro-batches of a simulated step at most. Twice those in flight show what a fitted order keeps."""
-        return max(LONGEST, 2 * (self.options.in_flight or 2 * self.stages))
-
-    def whole(self, num: int) -> Plan:
-        """The plan whose stages keep as much as those of a step of `num`: of an order that is not fitted, its own."""
-        return self.of(min(num, self.most) if self.options.plan == FITTED else num)
-
-    def mode(self, num: int, memory: Sequence[float] | None) -> Literal["never", "except-last", "always"]:
-        """What recompute "auto" takes. memory: bytes for the activations of each stage; None: no limit."""
-        return mode_of(fastest_within(self.whole(num), self.costs, self.links, memory))
-
-    def shorter(self, num: int) -> tuple[Plan, Plan | None]:
-        """The plan to simulate for a step of `num`, and of half as many micro-batches; None: the first is the whole.
-
-        Of numbers that the order takes, the largest.
-        """
-        if num > self.most and (short := self._largest(self.most)) is not None:
-            half = self._largest(short.num_micro_batches // 2)
-            if half is not None:
-                return short, half
-        return self.of(num), None
-
-    def _largest(self, most: int) -> Plan | None:
-        for num in range(most, 0, -1):
-            with suppress(ConfigError):
-                return self.of(num)
-        return None
-
-
-def tied_bytes(model: Llama, options: Pipeline, stages: int, tensor: int) -> int:
-    """Bytes of the weight that the first and the last stage share; of tensor ranks each sends its rows, or its part."""
-    head, home = model.lm_head.weight, options.home(stages)
-    if head is not model.model.embed_tokens.weight or home[-1] == home[0] or options.head == SPREAD:
-        return 0
-    return -(-model.config.vocab_size * head.shape[1] * head.element_size() // tensor)
-
-
-def copies_of(parts: Sequence[nn.ModuleDict], options: Pipeline) -> tuple[tuple[int, int, float], ...]:
-    """(from, to, bytes) of what the ends have outside of layers, which a neighbour keeps for a recovery."""
-    if options.recover == NONE or len(parts) < 2:
-        return ()
-    outside = [nn.ModuleList(part[name] for name in part if not name.startswith("layers")) for part in parts]
-    ends = [set(modules.parameters()) for modules in outside]
-    sent = [sum(param.nbytes for param in own - (ends[0] & ends[-1])) for own in ends]
-    return tuple((rank, neighbours(rank, len(parts))[0], num) for rank, num in enumerate(sent) if num)
-
-
-def beside_bytes(costs: Costs, home: Sequence[int]) -> dict[tuple[int, int], float]:
-    """Bytes of a step that do not grow with its micro-batches, by (from stage, to stage)."""
-    found = {(source, target): num_bytes for source, target, num_bytes in costs.copies}
-    if costs.tied_bytes:
-        for pair in ((home[0], home[-1]), (home[-1], home[0])):
-            found[pair] = found.get(pair, 0.0) + costs.tied_bytes
-    return found
-
-
-def last_messages_bytes(options: Pipeline, stages: int) -> list[float]:
-    """For each stage, the most bytes of sequences' last messages, to which `delta` sends differences."""
-    crossing = [ends for ends in pairwise(options.home(stages)) if ends[0] != ends[1]] if options.delta else []
-    return [1e6 * options.delta_mb * sum(stage in ends for ends in crossing) for stage in range(stages)]
-
-
 def held_bytes(part: nn.Module) -> float:
     """Bytes of a stage's weights in fp32, and of what training adds to them on one replica."""
     return sum((param.element_size() + MORE_BYTES) * param.numel() for param in part.parameters())
@@ -287,51 +200,6 @@ def with_sums(costs: Costs, sizes: Sequence[int], sum_s: float) -> Costs:
         for seconds in (costs.forward_s, costs.input_s)
     )
     return replace(costs, forward_s=forward_s, input_s=input_s)
-
-
-def cut_parts(
-    model: Llama, options: Pipeline, stages: int, seq_len: int, tensor: int = 1
-) -> tuple[list[nn.ModuleDict], tuple[int, ...]]:
-    """Each stage's part of the model, and each chunk's number of layers. tensor: see `stages_of`."""
-    home, layers = options.home(stages), list(model.model.layers)
-    embedding, head, sizes = model.model.embed_tokens, model.lm_head, sizes_of(model, options, stages, seq_len, tensor)
-    parts = [nn.ModuleDict() for _ in range(stages)]
-    for chunk, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        parts[home[chunk]][f"layers{chunk}"] = nn.ModuleList(layers[end - size : end])
-    if options.head == SPREAD:
-        for rank, part in enumerate(parts):
-            own = Own.of(rank, stages, len(head.weight))
-            part["embedding"], part["head"] = (rows_of(own, each.weight) for each in (embedding, head))
-            if head.weight is embedding.weight:
-                part["head"] = part["embedding"]
-        parts[home[-1]]["norm"] = model.model.norm
-        return parts, sizes
-    parts[home[0]]["embedding"] = embedding
-    if home[-1] == home[0] or head.weight is not embedding.weight:
-        parts[home[-1]]["head"] = head
-    parts[home[-1]]["norm"] = model.model.norm
-    return parts, sizes
-
-
-def sizes_of(model: Llama, options: Pipeline, stages: int, seq_len: int, tensor: int) -> tuple[int, ...]:
-    """Number of layers of each chunk: as stated, or as `methods.pipeline.cut` finds it."""
-    layers, chunks = model.model.layers, options.num_chunks(stages)
-    if options.layers:
-        return options.sizes(stated_sizes(options.layers, chunks, len(layers)))
-    layer, ends = layer_and_ends(model.config, seq_len, tensor=tensor)
-    operations = [layer.operations] * len(layers)
-    numels = [float(sum(param.numel() for param in each.parameters())) for each in layers]
-    if options.head != SPREAD:
-        at = 0 if options.head == "first" else -1
-        operations[at] += ends.operations
-        numels[0] += model.model.embed_tokens.weight.numel()
-        numels[at] += model.lm_head.weight.numel()
-    return options.sizes(balanced(operations, numels, chunks))
-
-
-def rows_of(own: Own, weight: torch.Tensor) -> nn.Module:
-    """A module with a rank's rows of a weight."""
-    return nn.Embedding(own.size, weight.shape[1], _weight=weight.new_empty(own.size, weight.shape[1]))
 
 
 def costs_of(

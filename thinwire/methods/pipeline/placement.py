@@ -25,7 +25,7 @@ Nodes = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodePlacement:
     """The stage of each node, and what it costs in seconds.
 
     Attributes:
@@ -47,7 +47,7 @@ class Placement:
 def place_nodes(
     network: Network, sizes: Sequence[int], message_bytes: float, replica_bytes: float, num_micro_batches: int, *,
     trials: int = TRIALS, seed: int = 0,
-) -> Placement:  # fmt: skip
+) -> NodePlacement:  # fmt: skip
     """The best placement that a genetic search finds; the same seed gives the same.
 
     Args:
@@ -67,9 +67,9 @@ def place_nodes(
     draws = random.Random(seed)
     pricing = _Pricing(network, message_bytes, replica_bytes / (message_bytes * num_micro_batches))
     labels = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-    known: dict[tuple[int, ...], Placement] = {}
+    known: dict[tuple[int, ...], NodePlacement] = {}
 
-    def priced(found: Sequence[int]) -> Placement:
+    def priced(found: Sequence[int]) -> NodePlacement:
         if (key := tuple(found)) not in known:
             known[key] = pricing.of(key, len(sizes))
         return known[key]
@@ -107,7 +107,7 @@ class _Pricing:
     weight: float
     _links: dict[frozenset[Nodes], float] = field(default_factory=dict)
 
-    def of(self, found: Sequence[int], num_stages: int) -> Placement:
+    def of(self, found: Sequence[int], num_stages: int) -> NodePlacement:
         """The placement with these groups of nodes, the first as stage 0, the others in the best order."""
         groups = [frozenset(node for node, at in enumerate(found) if at == stage) for stage in range(num_stages)]
         links_s, order = self._way(groups)
@@ -116,7 +116,7 @@ class _Pricing:
             for node in groups[group]:
                 stages[node] = stage
         replicas = (self.there_and_back_s(a, b) for group in groups for a, b in combinations(sorted(group), 2))
-        return Placement(tuple(stages), links_s, self.weight * max(replicas, default=0.0))
+        return NodePlacement(tuple(stages), links_s, self.weight * max(replicas, default=0.0))
 
     def there_and_back_s(self, a: int, b: int) -> float:
         """Seconds of a hidden state from one node to another, and of its gradient back."""

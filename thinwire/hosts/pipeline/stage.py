@@ -327,8 +327,8 @@ class PipelineStage:
 
         Return the loss on the head's rank, else 0.
 
-        Each rank sends its gradients as soon as its own last backward is done. Raises ConfigError for a number of
-        batches that does not fit the plan.
+        Each rank sends its gradients as soon as its own last backward is done, or, in steps that measure links, right
+        after that. Raises ConfigError for a number of batches that does not fit the plan.
         """
         self._call_by(loss)
         self.settle(batches, loss)
@@ -345,15 +345,16 @@ class PipelineStage:
             self.norm = norm if math.isfinite(norm) else self.norm
         self.num_before, self.num_steps = runner.num_before, self.num_steps + 1
         since = self.num_steps - MEASURED_STEP
-        if not since or (self.part.options.is_measured and since > 0 and since % MEASURED_EVERY == 0):
+        if is_measured := not since or (self.part.options.is_measured and since > 0 and since % MEASURED_EVERY == 0):
+            # In front of the gradients of replicas, which would slow the probes of links.
             self._fit(runner, batches)
-        elif self.trace is None and self.prediction is not None and runner.plan.orders == self.prediction.orders:
-            self.trace = trace(self.prediction.timeline.spans, "predicted")
-            self.trace += trace(spans_of_all(runner, self.comm), "measured")
-        # Behind the probes of links, which the gradients of replicas would slow.
         self.optimizer.send_accumulated()
         # The mean over all ranks is that over the replicas of the whole.
         self.optimizer.note_loss(float(part) * self.num_stages)
+        known = None if is_measured or self.trace is not None else self.prediction
+        if known is not None and runner.plan.orders == known.orders:
+            self.trace = trace(known.timeline.spans, "predicted")
+            self.trace += trace(spans_of_all(runner, self.comm), "measured")
         return float(part)
 
     def settle(self, batches: Sequence[MicroBatch], loss: Loss = models_own) -> list[Row]:
@@ -628,6 +629,9 @@ class PipelineStage:
         All ranks compute the same plan from the same numbers.
         """
         costs = self._with_ends(self._of_first(measured(runner, self.comm, batches)))
+        if self.ends is not None:
+            # Copies that are still on their way would slow the probes.
+            self.ends.take()
         skips = bool(self.part.options.skip)
         network: Network = self._of_first(measured_links(self.comm, self._probe, all_pairs=skips))
         num, plan = len(batches), runner.plan

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 
+from thinwire.calibration import kernels
 from thinwire.calibration.kernels import LINE_BYTES, cycle, follow, latencies_ns, products, rooflines
 from thinwire.calibration.published import A100, H800, RTX, TABLES, published
 from thinwire.cost.roofline import CastLinear, Roofline
@@ -55,14 +57,24 @@ def test_eight_bits_pay_from_one_size_on() -> None:
     assert CastLinear(made.half, made.half, 2e12).crossover(sizes) is None
 
 
-def test_a_chase_visits_every_line_once_and_all_is_measured() -> None:
+def test_a_chase_visits_every_line_once_and_all_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     following = cycle(37)
     places = [0]
     while (after := int(following[places[-1]])) != 0:
         places.append(after)
     assert sorted(places) == list(range(0, 37 * LINE_BYTES // 8, LINE_BYTES // 8))
     assert follow(following, 37) == 0 and follow(following, 36) == places[-1]
-    assert [size for size, ns in latencies_ns((4096, 1 << 16), 2000) if ns > 0] == [4096, 1 << 16]
+    walked: list[int] = []
+
+    def seconds(run: Callable[[], object], longest_s: float) -> float:
+        walked.append(int(run()))  # type: ignore[call-overload]
+        return 8e-6
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "seconds_of", seconds)
+        assert [(size, round(ns, 9)) for size, ns in latencies_ns((4096, 1 << 16), 2000)] == [(4096, 4.0), (65536, 4.0)]
+    # 64 lines go round 31 times and a quarter; 1,024 lines once, and almost again.
+    assert walked == [follow(cycle(64), 2000 % 64), follow(cycle(1024), 2000 % 1024)]
     found = list(products(["float32"], Device(), ((4, 8, 16), (32, 32, 32))))
     assert [(each.shape[0], each.fill) for each in found] == [
         (4, "random"),

@@ -14,8 +14,8 @@ from thinwire.hosts.pipeline import links
 def test_rate_delay_and_burst_of_a_token_bucket_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     rates, delay_s, burst_s = torch.tensor([2.5e6, 5e6, 2.5e6], dtype=torch.float64), 0.003, 0.02
 
-    def around(comm: Any, mailbox: Any, num_bytes: int, distance: int) -> torch.Tensor:
-        return delay_s + (distance * num_bytes / rates - burst_s).clamp(min=0.0)
+    def around(comm: Any, mailbox: Any, num_bytes: list[int], distance: int) -> torch.Tensor:
+        return delay_s + (distance * torch.tensor(num_bytes) / rates - burst_s).clamp(min=0.0)
 
     monkeypatch.setattr(links, "_around", around)
     ranks: Any = SimpleNamespace(world_size=3)

@@ -7,18 +7,16 @@ from itertools import permutations
 from typing import Any
 
 from thinwire.cost import Network
+from thinwire.cost.drift import drifted_s
 from thinwire.methods.pipeline.plan import Action, Plan
 from thinwire.methods.pipeline.simulate import PipelineTimeline
 
-# How much slower or faster a link's messages must be than planned, and their part of a step that makes it matter.
-DRIFT, MATTERS = 0.25, 0.05
-
 
 def drifted(planned: Network, now: Network, step: PipelineTimeline) -> str:
-    """The link that has drifted most from what a plan was made for, in words; empty if none has by DRIFT.
+    """The link that has drifted most from what a plan was made for, in words; empty if none has.
 
-    Of each link the seconds of a step's messages count: bytes / rate. A link on which the plan sends nothing counts as
-    if it carried as much as the busiest one, for a new plan might use it.
+    Of each link the seconds of a step's messages count; see `drifted_s`. A link on which the plan sends nothing counts
+    as if it carried as much as the busiest one, for a new plan might use it.
 
     step: of the plan, simulated.
     """
@@ -26,13 +24,9 @@ def drifted(planned: Network, now: Network, step: PipelineTimeline) -> str:
     found = []
     for pair in permutations(range(len(planned.nodes)), 2):
         num_bytes = step.link_bytes.get(pair) or busiest
-        rates = [network.rates[pair[0]][pair[1]] for network in (planned, now)]
-        before_s, now_s = (num_bytes / rate for rate in rates)
-        moved_s = abs(now_s - before_s)
-        if moved_s > DRIFT * min(before_s, now_s) and moved_s > MATTERS * step.makespan_s:
-            found.append(
-                (moved_s, f"{pair[0]} to {pair[1]}: {rates[1] / 1e6:.3g} MB/s where it was {rates[0] / 1e6:.3g}")
-            )
+        before, after = (network.rates[pair[0]][pair[1]] for network in (planned, now))
+        if moved_s := drifted_s(num_bytes, before, after, step.makespan_s):
+            found.append((moved_s, f"{pair[0]} to {pair[1]}: {after / 1e6:.3g} MB/s where it was {before / 1e6:.3g}"))
     return max(found)[1] if found else ""
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -13,6 +14,10 @@ from thinwire.errors import ConfigError
 T = TypeVar("T")
 Pair = tuple[int, int]
 Port = tuple[str, int]
+# Sets of sending pairs whose rates are remembered.
+MOST_KNOWN = 256
+# Shares, and times, that differ by less are the same: they differ by rounding.
+EQUAL = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,7 @@ class Traffic(Generic[T]):
     """Messages under way in a network.
 
     The messages of one pair of ranks follow each other. Those of different pairs share ports max-min fairly, as
-    connections
-    do: the slowest share is as large as possible, then the next. Time never goes back.
+    connections do: the slowest share is as large as possible, then the next. Time never goes back.
     """
 
     network: Network
@@ -106,63 +110,74 @@ class Traffic(Generic[T]):
     def __post_init__(self) -> None:
         self._port_rates = self.network.port_rates()
         self._buckets = _Buckets(self.network, self._port_rates)
-        # What comes next stays so until a message is queued or has left.
-        self._next: tuple[float, Pair | None, dict[Pair, float]] | None = None
+        # Until a message is queued or has left, rates stay as they are since `_since_s`: nothing is counted till then.
+        self._since_s, self._departure_s, self._rates = self.now_s, math.inf, dict[Pair, float]()
+        self._is_new = False
         self._rates_of: dict[tuple[Pair, ...], dict[Pair, float]] = {}
 
     def send(self, pair: Pair, num_bytes: float, what: T) -> None:
         """Queue a message now."""
+        self._progress(self.now_s)
         self._queues.setdefault(pair, deque()).append(_Message(what, num_bytes))
-        self._burst()
-        self._next = None
+        self._is_new = True
 
     def next_s(self) -> float:
         """When the next change happens if nothing more is sent; infinity if nothing is under way."""
-        return min([self._departure()[0], *(arrival for arrival, _, _ in self._landing)], default=math.inf)
+        return min(self._departure(), self._landing[0][0] if self._landing else math.inf)
 
     def advance(self, to_s: float) -> list[T]:
         """Advance to a time. Return the messages that have arrived by then, in order of arrival."""
-        while True:
-            departure_s, pair, rates = self._departure()
-            if departure_s > to_s or pair is None:
-                break
-            self._progress(departure_s, rates)
+        while (departure_s := self._departure()) <= to_s and self._queues:
+            self._depart(departure_s)
+        self.now_s = max(self.now_s, to_s)
+        landed = []
+        while self._landing and self._landing[0][0] <= to_s:
+            landed.append(heapq.heappop(self._landing)[2])
+        return landed
+
+    def _depart(self, departure_s: float) -> None:
+        """Let all messages leave whose last byte is sent by now: those of equal shares end together."""
+        by_s = self._since_s + (departure_s - self._since_s) * EQUAL
+        ended = [pair for pair in self._queues if self._end_s(pair) <= by_s]
+        self._progress(departure_s)
+        for pair in sorted(ended):
             message = self._queues[pair].popleft()
             if not self._queues[pair]:
                 del self._queues[pair]
             arrival_s = departure_s + self.network.delays_s[pair[0]][pair[1]]
-            self._landing.append((arrival_s, self._num_sent, message.what))
+            heapq.heappush(self._landing, (arrival_s, self._num_sent, message.what))
             self._num_sent += 1
-            self._burst()
-            self._next = None
-        self._progress(to_s, rates)
-        landed = sorted(item for item in self._landing if item[0] <= to_s)
-        self._landing = [item for item in self._landing if item[0] > to_s]
-        return [what for _, _, what in landed]
+        self._is_new = True
 
-    def _progress(self, to_s: float, rates: dict[Pair, float]) -> None:
-        for pair, rate in rates.items():
-            if to_s > self.now_s:
+    def _progress(self, to_s: float) -> None:
+        """Count what has been sent until now."""
+        seconds = to_s - self._since_s
+        if seconds > 0:
+            for pair, rate in self._rates.items():
                 head = self._queues[pair][0]
-                head.left_bytes = 0.0 if rate == math.inf else head.left_bytes - rate * (to_s - self.now_s)
-        self._buckets.fill(to_s - self.now_s, rates)
+                head.left_bytes = 0.0 if rate == math.inf else head.left_bytes - rate * seconds
+            self._buckets.fill(seconds, self._rates)
+            self._since_s = to_s
         self.now_s = max(self.now_s, to_s)
 
-    def _burst(self) -> None:
-        """Let the first message of each pair use the buckets on its way."""
-        for pair, queue in self._queues.items():
-            queue[0].left_bytes -= self._buckets.take(pair, queue[0].left_bytes)
+    def _end_s(self, pair: Pair) -> float:
+        return self._since_s + max(0.0, self._queues[pair][0].left_bytes) / self._rates[pair]
 
-    def _departure(self) -> tuple[float, Pair | None, dict[Pair, float]]:
-        """When the next message has left its sender, which pair's it is, and the rates of all pairs until then."""
-        if self._next is None:
+    def _departure(self) -> float:
+        """When the next message has left its sender; infinity without one."""
+        if self._is_new:
+            self._is_new = False
+            # The first message of each pair uses the buckets on its way.
+            for pair, queue in self._queues.items():
+                queue[0].left_bytes -= self._buckets.take(pair, queue[0].left_bytes)
             pairs = tuple(self._queues)
             if pairs not in self._rates_of:
+                if len(self._rates_of) >= MOST_KNOWN:
+                    self._rates_of.clear()
                 self._rates_of[pairs] = fair_rates(self.network, self._port_rates, pairs)
-            rates = self._rates_of[pairs]
-            ends = [(self.now_s + max(0.0, self._queues[pair][0].left_bytes) / rates[pair], pair) for pair in pairs]
-            self._next = (*min(ends, default=(math.inf, None)), rates)
-        return self._next
+            self._rates = self._rates_of[pairs]
+            self._departure_s = min(map(self._end_s, pairs), default=math.inf)
+        return self._departure_s
 
 
 class _Buckets:
@@ -199,18 +214,31 @@ class _Buckets:
 
 
 def fair_rates(network: Network, port_rates: dict[Port, float], pairs: Sequence[Pair]) -> dict[Pair, float]:
-    """Bytes per second of each sending pair: the max-min fair shares of the ports, at most the pair's own rate."""
-    left, rates, unsettled = dict(port_rates), {}, list(pairs)
-    while unsettled:
-        users = Counter(port for pair in unsettled for port in network.ports(pair))
-        offers = {
-            pair: min([network.rates[pair[0]][pair[1]], *(left[port] / users[port] for port in network.ports(pair))])
-            for pair in unsettled
-        }
-        # The others' shares only grow once the one that gets least has got it.
-        pair = min(unsettled, key=offers.__getitem__)
-        unsettled.remove(pair)
-        rates[pair] = offers[pair]
-        for port in network.ports(pair):
-            left[port] -= 0.0 if rates[pair] == math.inf else rates[pair]
-    return rates
+    """Bytes per second of each sending pair: the max-min fair shares of the ports, at most the pair's own rate.
+
+    By progressive filling: the smallest share of a port, or rate of a pair, settles all pairs that it limits at once.
+    """
+    left, ports = dict(port_rates), {pair: network.ports(pair) for pair in pairs}
+    using: dict[Port, set[Pair]] = defaultdict(set)
+    for pair, own in ports.items():
+        for port in own:
+            using[port].add(pair)
+    # The last is the slowest.
+    slowest = sorted(pairs, key=lambda pair: -network.rates[pair[0]][pair[1]])
+    found: dict[Pair, float] = {}
+    while slowest:
+        if slowest[-1] in found:
+            slowest.pop()
+            continue
+        source, target = slowest[-1]
+        shares = {port: left[port] / len(users) for port, users in using.items() if users}
+        least = min([*shares.values(), network.rates[source][target]])
+        settled = {pair for port, share in shares.items() if share <= least * EQUAL for pair in using[port]}
+        while slowest and network.rates[slowest[-1][0]][slowest[-1][1]] <= least:
+            settled.add(slowest.pop())
+        for each in settled - found.keys():
+            found[each] = least
+            for port in ports[each]:
+                using[port].discard(each)
+                left[port] -= 0.0 if least == math.inf else least
+    return {pair: found[pair] for pair in pairs}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
+
+import numpy as np
 
 from thinwire.errors import ConfigError
 
@@ -54,7 +57,7 @@ class Network:
         if not self.burst_s >= 0:
             raise ConfigError(f"burst_s {self.burst_s:g}: at least 0")
 
-    @property
+    @cached_property
     def pairs(self) -> list[Pair]:
         """All (from, to) of two different ranks."""
         ranks = range(len(self.nodes))
@@ -87,13 +90,6 @@ class Network:
         return fastest
 
 
-@dataclass
-class _Message(Generic[T]):
-    what: T
-    left_bytes: float
-
-
-@dataclass
 class Traffic(Generic[T]):
     """Messages under way in a network.
 
@@ -101,24 +97,29 @@ class Traffic(Generic[T]):
     connections do: the slowest share is as large as possible, then the next. Time never goes back.
     """
 
-    network: Network
-    now_s: float = 0.0
-    _queues: dict[Pair, deque[_Message[T]]] = field(default_factory=dict)
-    _landing: list[tuple[float, int, T]] = field(default_factory=list)
-    _num_sent: int = 0
-
-    def __post_init__(self) -> None:
-        self._port_rates = self.network.port_rates()
-        self._buckets = _Buckets(self.network, self._port_rates)
+    def __init__(self, network: Network) -> None:
+        self.network, self.now_s = network, 0.0
+        self._port_rates = network.port_rates()
+        self._buckets = _Buckets(network, self._port_rates)
+        self._numbers = {pair: number for number, pair in enumerate(network.pairs)}
+        self._queues: list[deque[tuple[float, T]]] = [deque() for _ in self._numbers]
+        self._landing: list[tuple[float, int, T]] = []
+        self._num_sent = 0
+        # Of the first message of each pair: bytes that are left, and the rate; of pairs that send nothing 0.
+        self._left, self._rates = np.zeros(len(self._numbers)), np.zeros(len(self._numbers))
+        self._sending = np.zeros(len(self._numbers), dtype=bool)
         # Until a message is queued or has left, rates stay as they are since `_since_s`: nothing is counted till then.
-        self._since_s, self._departure_s, self._rates = self.now_s, math.inf, dict[Pair, float]()
-        self._is_new = False
-        self._rates_of: dict[tuple[Pair, ...], dict[Pair, float]] = {}
+        self._since_s, self._departure_s, self._is_new = 0.0, math.inf, False
+        self._ends_s = np.zeros(0)
+        self._rates_of: dict[bytes, np.ndarray] = {}
 
     def send(self, pair: Pair, num_bytes: float, what: T) -> None:
         """Queue a message now."""
         self._progress(self.now_s)
-        self._queues.setdefault(pair, deque()).append(_Message(what, num_bytes))
+        number = self._numbers[pair]
+        self._queues[number].append((num_bytes, what))
+        if not self._sending[number]:
+            self._sending[number], self._left[number] = True, num_bytes
         self._is_new = True
 
     def next_s(self) -> float:
@@ -127,7 +128,7 @@ class Traffic(Generic[T]):
 
     def advance(self, to_s: float) -> list[T]:
         """Advance to a time. Return the messages that have arrived by then, in order of arrival."""
-        while (departure_s := self._departure()) <= to_s and self._queues:
+        while (departure_s := self._departure()) <= to_s and departure_s < math.inf:
             self._depart(departure_s)
         self.now_s = max(self.now_s, to_s)
         landed = []
@@ -138,79 +139,85 @@ class Traffic(Generic[T]):
     def _depart(self, departure_s: float) -> None:
         """Let all messages leave whose last byte is sent by now: those of equal shares end together."""
         by_s = self._since_s + (departure_s - self._since_s) * EQUAL
-        ended = [pair for pair in self._queues if self._end_s(pair) <= by_s]
+        ended = np.flatnonzero(self._sending)[self._ends_s <= by_s]
         self._progress(departure_s)
-        for pair in sorted(ended):
-            message = self._queues[pair].popleft()
-            if not self._queues[pair]:
-                del self._queues[pair]
-            arrival_s = departure_s + self.network.delays_s[pair[0]][pair[1]]
-            heapq.heappush(self._landing, (arrival_s, self._num_sent, message.what))
+        for number in ended.tolist():
+            queue, (source, target) = self._queues[number], self.network.pairs[number]
+            arrival_s = departure_s + self.network.delays_s[source][target]
+            heapq.heappush(self._landing, (arrival_s, self._num_sent, queue.popleft()[1]))
             self._num_sent += 1
+            self._sending[number], self._left[number] = bool(queue), queue[0][0] if queue else 0.0
         self._is_new = True
 
     def _progress(self, to_s: float) -> None:
         """Count what has been sent until now."""
         seconds = to_s - self._since_s
         if seconds > 0:
-            for pair, rate in self._rates.items():
-                head = self._queues[pair][0]
-                head.left_bytes = 0.0 if rate == math.inf else head.left_bytes - rate * seconds
+            if self._sending.any():
+                self._left -= self._rates * seconds
             self._buckets.fill(seconds, self._rates)
             self._since_s = to_s
         self.now_s = max(self.now_s, to_s)
-
-    def _end_s(self, pair: Pair) -> float:
-        return self._since_s + max(0.0, self._queues[pair][0].left_bytes) / self._rates[pair]
 
     def _departure(self) -> float:
         """When the next message has left its sender; infinity without one."""
         if self._is_new:
             self._is_new = False
-            # The first message of each pair uses the buckets on its way.
-            for pair, queue in self._queues.items():
-                queue[0].left_bytes -= self._buckets.take(pair, queue[0].left_bytes)
-            pairs = tuple(self._queues)
-            if pairs not in self._rates_of:
-                if len(self._rates_of) >= MOST_KNOWN:
-                    self._rates_of.clear()
-                self._rates_of[pairs] = fair_rates(self.network, self._port_rates, pairs)
-            self._rates = self._rates_of[pairs]
-            self._departure_s = min(map(self._end_s, pairs), default=math.inf)
+            self._buckets.take(self._left, self._sending)
+            self._rates = self._fair()
+            own = self._sending
+            self._ends_s = self._since_s + np.maximum(self._left[own], 0.0) / self._rates[own]
+            self._departure_s = float(self._ends_s.min()) if own.any() else math.inf
         return self._departure_s
+
+    def _fair(self) -> np.ndarray:
+        """The rates of all pairs; 0 of those that send nothing."""
+        key = self._sending.tobytes()
+        if key not in self._rates_of:
+            if len(self._rates_of) >= MOST_KNOWN:
+                self._rates_of.clear()
+            pairs = [self.network.pairs[number] for number in np.flatnonzero(self._sending).tolist()]
+            self._rates_of[key] = np.zeros(len(self._numbers))
+            self._rates_of[key][self._sending] = list(fair_rates(self.network, self._port_rates, pairs).values())
+        return self._rates_of[key]
 
 
 class _Buckets:
     """The token buckets of a network, full at first: one for each port, and one for each pair that uses ports."""
 
     def __init__(self, network: Network, port_rates: dict[Port, float]) -> None:
-        crossing = {pair: ports for pair in network.pairs if (ports := network.ports(pair))} if network.burst_s else {}
-        self.on_the_way: dict[Pair, list[Port | Pair]] = {pair: [pair, *ports] for pair, ports in crossing.items()}
-        self.rates: dict[Port | Pair, float] = dict(port_rates.items())
-        self.rates |= {(source, target): network.rates[source][target] for source, target in crossing}
+        ports = {port: number for number, port in enumerate(port_rates)}
+        crossing = [(number, own) for number, pair in enumerate(network.pairs) if (own := network.ports(pair))]
+        self.pairs = np.array([number for number, _ in crossing], dtype=int)
+        # By pair that uses ports: its own bucket, its sender's uplink, its receiver's downlink.
+        on_the_way = [[len(ports) + at, *(ports[port] for port in own)] for at, (_, own) in enumerate(crossing)]
+        self.on_the_way = np.array(on_the_way, dtype=int).reshape(-1, 3)
+        own_rates = [network.rates[a][b] for a, b in network.pairs if network.ports((a, b))]
+        self.rates = np.array([*port_rates.values(), *own_rates])
         self.size_s = network.burst_s
-        self.left_s = dict.fromkeys(self.rates, self.size_s)
+        self.left_s = np.full(len(self.rates), self.size_s)
 
-    def take(self, pair: Pair, num_bytes: float) -> float:
-        """How many of these bytes pass at once."""
-        buckets = self.on_the_way.get(pair, [])
-        if not buckets:
-            return 0.0
-        taken = min(max(0.0, num_bytes), *(self.left_s[each] * self.rates[each] for each in buckets))
-        for each in buckets:
-            self.left_s[each] -= taken / self.rates[each]
-        return taken
+    def take(self, left: np.ndarray, sending: np.ndarray) -> None:
+        """Let the first messages of the pairs that send pass at once as far as the buckets on their way allow.
 
-    def fill(self, seconds: float, sending: dict[Pair, float]) -> None:
-        """Let time pass while pairs send at these rates; the unused part of a rate fills its bucket."""
-        if seconds <= 0 or not self.size_s:
+        left: bytes of these messages, which become fewer.
+        """
+        if not self.size_s:
             return
-        used: Counter[Port | Pair] = Counter()
-        for pair, rate in sending.items():
-            used.update(dict.fromkeys(self.on_the_way.get(pair, []), rate))
-        for each, rate in self.rates.items():
-            unused = max(0.0, 1.0 - used[each] / rate) if rate < math.inf else 1.0
-            self.left_s[each] = min(self.size_s, self.left_s[each] + seconds * unused)
+        own = sending[self.pairs] & (left[self.pairs] > 0) & (self.left_s[self.on_the_way] > 0).all(1)
+        for at in np.flatnonzero(own).tolist():
+            number, buckets = self.pairs[at], self.on_the_way[at]
+            taken = min(left[number], (self.left_s[buckets] * self.rates[buckets]).min())
+            left[number] -= taken
+            self.left_s[buckets] -= taken / self.rates[buckets]
+
+    def fill(self, seconds: float, sending: np.ndarray) -> None:
+        """Let time pass while pairs send at these rates; the unused part of a rate fills its bucket."""
+        if self.size_s:
+            rates = np.repeat(sending[self.pairs], 3)
+            used = np.bincount(self.on_the_way.ravel(), rates, len(self.rates))
+            unused = np.maximum(0.0, 1.0 - used / self.rates)
+            np.minimum(self.size_s, self.left_s + seconds * unused, out=self.left_s)
 
 
 def fair_rates(network: Network, port_rates: dict[Port, float], pairs: Sequence[Pair]) -> dict[Pair, float]:
@@ -218,11 +225,12 @@ def fair_rates(network: Network, port_rates: dict[Port, float], pairs: Sequence[
 
     By progressive filling: the smallest share of a port, or rate of a pair, settles all pairs that it limits at once.
     """
-    left, ports = dict(port_rates), {pair: network.ports(pair) for pair in pairs}
+    left, nodes = dict(port_rates), network.nodes
     using: dict[Port, set[Pair]] = defaultdict(set)
-    for pair, own in ports.items():
-        for port in own:
-            using[port].add(pair)
+    for source, target in pairs:
+        if nodes[source] != nodes[target]:
+            using["up", nodes[source]].add((source, target))
+            using["down", nodes[target]].add((source, target))
     # The last is the slowest.
     slowest = sorted(pairs, key=lambda pair: -network.rates[pair[0]][pair[1]])
     found: dict[Pair, float] = {}
@@ -238,7 +246,7 @@ def fair_rates(network: Network, port_rates: dict[Port, float], pairs: Sequence[
             settled.add(slowest.pop())
         for each in settled - found.keys():
             found[each] = least
-            for port in ports[each]:
+            for port in network.ports(each):
                 using[port].discard(each)
                 left[port] -= 0.0 if least == math.inf else least
     return {pair: found[pair] for pair in pairs}

@@ -7,7 +7,7 @@ average: the mean schedule of each scheduler over that of operations placed at r
 operations on four devices, whose messages take 0.1 of an operation: seconds of each scheduler, and its schedule over
 the work itself, a quarter of which each device has. On it m-ETF is to take less than 10 s and m-SCT less than 60 s;
 else the exit code is 1. All of it is written to FILE, by default to benchmarks/results/placement.json, with the
-machine's load. Takes about half a minute. Needs the extra `plan` for m-SCT's linear programme.
+machine's load. Takes about ten seconds. Needs the extra `plan` for m-SCT's linear programme.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from thinwire.placement.topo import m_topo
 RESULTS = Path(__file__).parent / "results/placement.json"
 METHODS = {"m-topo": m_topo, "m-etf": m_etf, "m-sct": m_sct}
 NUM_DEVICES = 4
+# Operations of a layer, at most: of the small graphs, and of the large one, in which as many may be ready at once.
+WIDTH, WIDEST = 8, 400
 # Seconds in which a scheduler is to place the large graph.
 LIMITS = {"m-etf": 10.0, "m-sct": 60.0}
 
@@ -59,7 +61,7 @@ def quality(num_graphs: int) -> dict[str, float]:
     """The mean schedule of each scheduler over that of operations placed at random."""
     found: dict[str, list[float]] = {name: [] for name in ("random", *METHODS)}
     for seed in range(num_graphs):
-        graph, own = layered(seed, 50, 8), devices(0.4)
+        graph, own = layered(seed, 50, WIDTH), devices(0.4)
         homes = [random.Random(seed).randrange(NUM_DEVICES) for _ in graph.ops]
         found["random"].append(replay(graph, own, homes).makespan_s)
         for name, method in METHODS.items():
@@ -70,7 +72,7 @@ def quality(num_graphs: int) -> dict[str, float]:
 
 def speed(num_ops: int) -> dict[str, tuple[float, float]]:
     """By scheduler, its seconds, and its schedule over a device's part of the work."""
-    graph, own, found = layered(0, num_ops, 60), devices(0.1), {}
+    graph, own, found = layered(0, num_ops, WIDEST), devices(0.1), {}
     work_s = sum(op.seconds for op in graph.ops) / NUM_DEVICES
     for name, method in METHODS.items():
         start = time.perf_counter()

@@ -204,12 +204,15 @@ class _Buckets:
         """
         if not self.size_s:
             return
-        own = sending[self.pairs] & (left[self.pairs] > 0) & (self.left_s[self.on_the_way] > 0).all(1)
+        # What rounding leaves in a bucket is nothing.
+        held = self.left_s > (EQUAL - 1) * self.size_s
+        own = sending[self.pairs] & (left[self.pairs] > 0) & held[self.on_the_way].all(1)
         for at in np.flatnonzero(own).tolist():
-            number, buckets = self.pairs[at], self.on_the_way[at]
-            taken = min(left[number], (self.left_s[buckets] * self.rates[buckets]).min())
+            number, buckets = self.pairs[at], self.on_the_way[at].tolist()
+            taken = min(left[number], *(self.left_s[each] * self.rates[each] for each in buckets))
             left[number] -= taken
-            self.left_s[buckets] -= taken / self.rates[buckets]
+            for each in buckets:
+                self.left_s[each] -= taken / self.rates[each]
 
     def fill(self, seconds: float, sending: np.ndarray) -> None:
         """Let time pass while pairs send at these rates; the unused part of a rate fills its bucket."""

@@ -58,17 +58,17 @@ def alone(pricing: Pricing, way: Candidate) -> Priced:
     layer, ends = layer_and_ends(pricing.config, pricing.seq_len, tensor=way.tensor)
     kept = way.micro_batch * (len(pricing.model.model.layers) * layer.kept_bytes + ends.kept_bytes) / way.sequence
     plan = pricing.plan_of(way, pricing.cut(way.tensor))
-    passes = way.num_micro_batches * len(pricing.model.model.layers)
-    attention = passes * pricing.attention(way, order).sent_by(order[0])
+    passes, attention = way.num_micro_batches * len(pricing.model.model.layers), pricing.attention(way, order)
     counted = pricing.counted(way, sum(plan.memory.values()) + kept)
     memory = pricing.estimator.peak_bytes(counted)
     step_s, compute_s, kinds = timeline.makespan_s, timeline.busy_s(0, TRAINING), timeline.kinds_s(0)
     terms = {
         "step_s": step_s, "compute_s": compute_s, "exposed_comm_s": step_s - compute_s,
         "codec_s": timeline.busy_s(0, COMMUNICATION) - kinds.get(ROUND, 0.0),
-        "sent_bytes": sum(timeline.graph.sent(0).values()) + attention, "peak_rss_bytes": memory,
+        "sent_bytes": sum(timeline.graph.sent(0).values()) + passes * attention.sent_by(order[0]),
+        "peak_rss_bytes": memory,
     }  # fmt: skip
-    on_link_s = min(link_s(pricing, way), step_s)
+    on_link_s = min(link_s(pricing, way) + passes * attention.seconds, step_s)
     return Priced(way, step_s, 1 - compute_s / step_s, memory, on_link_s, order, terms, counted)
 
 

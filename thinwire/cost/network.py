@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,8 +18,10 @@ Pair = tuple[int, int]
 Port = tuple[str, int]
 # Sets of sending pairs whose rates are remembered.
 MOST_KNOWN = 256
-# Shares, and times, that differ by less are the same: they differ by rounding.
-EQUAL = 1 + 1e-9
+# Shares, and times since the last change, that differ by less are taken as the same: no rate is measured better.
+EQUAL = 1.01
+# The part of a bucket that is worth passing at once.
+LEAST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,52 @@ class Network:
         return fastest
 
 
+class Ways(NamedTuple):
+    """The pairs of a network by number, in the order of `Network.pairs`.
+
+    rates: of each pair, fp64 [pairs]. up, down: numbers of the ports that it uses, int [pairs]; the last port, whose
+    rate is infinite, stands for none. port_rates: fp64 [ports + 1].
+    """
+
+    rates: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+    port_rates: np.ndarray
+
+    @classmethod
+    def of(cls, network: Network) -> Ways:
+        """The pairs of a network."""
+        fastest = network.port_rates()
+        ports, none = {port: number for number, port in enumerate(fastest)}, len(fastest)
+        ends = [[ports[port] for port in network.ports(pair)] or [none, none] for pair in network.pairs]
+        up, down = np.array(ends, dtype=int).reshape(-1, 2).T
+        rates = np.array([network.rates[source][target] for source, target in network.pairs])
+        return cls(rates, up, down, np.array([*fastest.values(), math.inf]))
+
+
+def fair_rates(ways: Ways, sending: np.ndarray) -> np.ndarray:
+    """Bytes per second of each pair: the max-min fair shares of the ports, at most the pair's own rate.
+
+    By progressive filling: the smallest share of a port, or rate of a pair, settles all pairs that it limits at once.
+
+    sending: of each pair, whether it sends, bool [pairs]; the others' rates are 0.
+    """
+    found, left, unsettled = np.zeros(len(ways.rates)), ways.port_rates.copy(), np.flatnonzero(sending)
+    while len(unsettled):
+        up, down = ways.up[unsettled], ways.down[unsettled]
+        users = np.bincount(up, minlength=len(left)) + np.bincount(down, minlength=len(left))
+        shares = left / np.maximum(users, 1)
+        offers = np.minimum(ways.rates[unsettled], np.minimum(shares[up], shares[down]))
+        least = float(offers.min())
+        is_settled = offers <= least * EQUAL
+        found[unsettled[is_settled]] = least
+        if least < math.inf:
+            used = np.concatenate([up[is_settled], down[is_settled]])
+            left -= least * np.bincount(used, minlength=len(left))
+        unsettled = unsettled[~is_settled]
+    return found
+
+
 class Traffic(Generic[T]):
     """Messages under way in a network.
 
@@ -99,8 +146,8 @@ class Traffic(Generic[T]):
 
     def __init__(self, network: Network) -> None:
         self.network, self.now_s = network, 0.0
-        self._port_rates = network.port_rates()
-        self._buckets = _Buckets(network, self._port_rates)
+        self._ways = Ways.of(network)
+        self._buckets = _Buckets(self._ways, network.burst_s)
         self._numbers = {pair: number for number, pair in enumerate(network.pairs)}
         self._queues: list[deque[tuple[float, T]]] = [deque() for _ in self._numbers]
         self._landing: list[tuple[float, int, T]] = []
@@ -176,26 +223,20 @@ class Traffic(Generic[T]):
         if key not in self._rates_of:
             if len(self._rates_of) >= MOST_KNOWN:
                 self._rates_of.clear()
-            pairs = [self.network.pairs[number] for number in np.flatnonzero(self._sending).tolist()]
-            self._rates_of[key] = np.zeros(len(self._numbers))
-            self._rates_of[key][self._sending] = list(fair_rates(self.network, self._port_rates, pairs).values())
+            self._rates_of[key] = fair_rates(self._ways, self._sending)
         return self._rates_of[key]
 
 
 class _Buckets:
     """The token buckets of a network, full at first: one for each port, and one for each pair that uses ports."""
 
-    def __init__(self, network: Network, port_rates: dict[Port, float]) -> None:
-        ports = {port: number for number, port in enumerate(port_rates)}
-        crossing = [(number, own) for number, pair in enumerate(network.pairs) if (own := network.ports(pair))]
-        self.pairs = np.array([number for number, _ in crossing], dtype=int)
+    def __init__(self, ways: Ways, size_s: float) -> None:
+        self.pairs = np.flatnonzero(ways.up < len(ways.port_rates) - 1)
         # By pair that uses ports: its own bucket, its sender's uplink, its receiver's downlink.
-        on_the_way = [[len(ports) + at, *(ports[port] for port in own)] for at, (_, own) in enumerate(crossing)]
-        self.on_the_way = np.array(on_the_way, dtype=int).reshape(-1, 3)
-        own_rates = [network.rates[a][b] for a, b in network.pairs if network.ports((a, b))]
-        self.rates = np.array([*port_rates.values(), *own_rates])
-        self.size_s = network.burst_s
-        self.left_s = np.full(len(self.rates), self.size_s)
+        own = len(ways.port_rates) + np.arange(len(self.pairs))
+        self.on_the_way = np.stack([own, ways.up[self.pairs], ways.down[self.pairs]], 1)
+        self.rates, self.size_s = np.concatenate([ways.port_rates, ways.rates[self.pairs]]), size_s
+        self.left_s = np.full(len(self.rates), size_s)
 
     def take(self, left: np.ndarray, sending: np.ndarray) -> None:
         """Let the first messages of the pairs that send pass at once as far as the buckets on their way allow.
@@ -204,8 +245,8 @@ class _Buckets:
         """
         if not self.size_s:
             return
-        # What rounding leaves in a bucket is nothing.
-        held = self.left_s > (EQUAL - 1) * self.size_s
+        # Less waits until there is more.
+        held = self.left_s > LEAST * self.size_s
         own = sending[self.pairs] & (left[self.pairs] > 0) & held[self.on_the_way].all(1)
         for at in np.flatnonzero(own).tolist():
             number, buckets = self.pairs[at], self.on_the_way[at].tolist()
@@ -221,35 +262,3 @@ class _Buckets:
             used = np.bincount(self.on_the_way.ravel(), rates, len(self.rates))
             unused = np.maximum(0.0, 1.0 - used / self.rates)
             np.minimum(self.size_s, self.left_s + seconds * unused, out=self.left_s)
-
-
-def fair_rates(network: Network, port_rates: dict[Port, float], pairs: Sequence[Pair]) -> dict[Pair, float]:
-    """Bytes per second of each sending pair: the max-min fair shares of the ports, at most the pair's own rate.
-
-    By progressive filling: the smallest share of a port, or rate of a pair, settles all pairs that it limits at once.
-    """
-    left, nodes = dict(port_rates), network.nodes
-    using: dict[Port, set[Pair]] = defaultdict(set)
-    for source, target in pairs:
-        if nodes[source] != nodes[target]:
-            using["up", nodes[source]].add((source, target))
-            using["down", nodes[target]].add((source, target))
-    # The last is the slowest.
-    slowest = sorted(pairs, key=lambda pair: -network.rates[pair[0]][pair[1]])
-    found: dict[Pair, float] = {}
-    while slowest:
-        if slowest[-1] in found:
-            slowest.pop()
-            continue
-        source, target = slowest[-1]
-        shares = {port: left[port] / len(users) for port, users in using.items() if users}
-        least = min([*shares.values(), network.rates[source][target]])
-        settled = {pair for port, share in shares.items() if share <= least * EQUAL for pair in using[port]}
-        while slowest and network.rates[slowest[-1][0]][slowest[-1][1]] <= least:
-            settled.add(slowest.pop())
-        for each in settled - found.keys():
-            found[each] = least
-            for port in network.ports(each):
-                using[port].discard(each)
-                left[port] -= 0.0 if least == math.inf else least
-    return {pair: found[pair] for pair in pairs}

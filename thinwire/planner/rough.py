@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -70,10 +71,14 @@ def cost_of(pricing: Pricing, way: Candidate, compute_s: float) -> Callable[[Ran
     whole = pricing.plan_of(way, pricing.cut(way.tensor)).sent_on("inter") if way.replicas > 1 else 0.0
     sent = way.tensor * whole / way.stages / 2
 
+    ranks = range(len(fabric.nodes))
+    # There and back, of neighbours: it is asked for as often as an order is tried.
+    hops = [[trip_s([a, b], fabric, *sizes) if a != b else 0.0 for b in ranks] for a in ranks]
+
     def cost(nodes: RankOrder) -> float:
         groups = groups_of([node * local + each for node in nodes for each in range(local)], way.stages, way.tensor)
-        trip = max(trip_s(ranks, fabric, *sizes) for ranks in zip(*groups, strict=True))
-        ring = max(ring_s(ranks, fabric, sent) for ranks in groups)
+        trip = max(sum(hops[a][b] for a, b in itertools.pairwise(own)) for own in zip(*groups, strict=True))
+        ring = max(ring_s(own, fabric, sent) for own in groups) if sent else 0.0
         return pipette_s(way.stages, way.num_micro_batches, compute_s / way.stages, trip, ring)
 
     return cost

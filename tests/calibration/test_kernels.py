@@ -11,9 +11,12 @@ import pytest
 from thinwire.calibration import kernels
 from thinwire.calibration.kernels import LINE_BYTES, Product, cycle, follow, latencies_ns, products, rooflines
 from thinwire.calibration.published import A100, H800, RTX, TABLES, published
+from thinwire.calibration.work import probes
 from thinwire.cost.roofline import CastLinear, Roofline
 from thinwire.device import Device
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
+from thinwire.launch.calibrate import CalibrateConfig, check
+from thinwire.models.llama import LlamaConfig
 
 
 def test_published_figures_keep_their_device() -> None:
@@ -105,3 +108,28 @@ def test_a_chase_visits_every_line_once_and_all_is_measured(monkeypatch: pytest.
     ]
     assert found[0].operations == 1024 and found[0].num_bytes == 4 * (64 + 128 + 32)
     assert rooflines(found)["float32"].seconds(*found[0].sample[:2]) > 0
+
+
+def test_all_work_is_timed_until_the_device_has_done_it() -> None:
+    class Counted(Device):
+        """A device that counts how often it is waited for."""
+
+        num = 0
+
+        def synchronize(self) -> None:
+            self.num += 1
+
+    device = Counted()
+    layer = LlamaConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    found = probes([layer], ["fp32"], ["int4/64"], device)
+    kinds = ["layer 16 fp32", "launch 16 fp32", "copy", "encode int4/64", "decode int4/64"]
+    assert [probe.kind for probe in found] == kinds
+    for number, probe in enumerate(found, 1):
+        probe.run()
+        assert device.num == number, probe.kind
+    problems = Problems()
+    check(CalibrateConfig(device="cuda", workers=1000), problems)
+    (told,) = problems.messages
+    assert told.startswith("--device cuda: ") and "nearest: --" in told

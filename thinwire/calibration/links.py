@@ -18,7 +18,7 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.cost import Network, Traffic
 
 NUM_PROBES = 2
-NUM_SHARED = 4
+NUM_SHARED, NUM_ALONE = 4, 3
 
 Pairs = list[tuple[int, int]]
 Table = tuple[tuple[float, ...], ...]
@@ -130,7 +130,10 @@ def shared_rates(comm: Communicator, alone: Network) -> tuple[float, float]:
     if size == 1:
         return 1.0, float("inf")
     slowest = min(alone.rates[a][b] for a, b in alone.pairs)
-    num_bytes = int(min(LARGEST_BYTES // size, max(SMALLEST_BYTES, slowest * (PROBE_S + alone.burst_s))))
+    # As many messages share a node's link; together they take as long as NUM_ALONE that are probed alone.
+    sharing = max(NUM_ALONE, comm.topology.local_size**2 * (comm.topology.num_nodes - 1))
+    each = NUM_ALONE / sharing * slowest * (PROBE_S + alone.burst_s)
+    num_bytes = int(min(LARGEST_BYTES // size, max(SMALLEST_BYTES, each)))
     own = torch.zeros(num_bytes, dtype=torch.uint8)
     told = [_spread_s(comm, own) for _ in range(NUM_SHARED)]
     took_s = min(float(seconds.max()) for seconds, _ in told)

@@ -6,9 +6,10 @@
 
 The kernels have been compiled for sm_80 and sm_90a by NVRTC 13.5. They have not run on a GPU yet: until one has
 confirmed them, their figures are to be checked against those in `thinwire.calibration.published`, which the table shows
-beside them, each under the name of the device on which it was measured. Latencies are cycles of one dependent chain;
-rates are operations per second, because the clock falls under load. Products are measured with random values and with
-zeros, which draw less power. Median of 20 launches after a warm-up. Needs the extra `gpu`: cuda-core with NVRTC.
+beside them, each under the name of the device on which it was measured. Latencies are cycles of one dependent chain of
+one warp; rates are operations per second, because the clock falls under load, of several independent chains in each
+warp and two blocks on each multiprocessor. Products are measured with random values and with zeros, which draw less
+power. Median of 20 launches after a warm-up. Needs the extra `gpu`: cuda-core with NVRTC.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-STEPS, REPEATS, WARPS = 1024, 20, 8
+# Steps of a chain that is timed in cycles, and of one that is timed in seconds, which a launch must not weigh on.
+STEPS, RATE_STEPS, REPEATS, WARPS = 1024, 8192, 20, 8
+# Independent chains of a warp, products before a wait, and blocks of a multiprocessor.
+CHAINS, BEHIND, OCCUPANCY = 4, 4, 2
 # Bytes that fit into a level; the last does not fit into any cache.
 LEVELS = {"l1": (1 << 14, "ca"), "l2": (1 << 22, "cg"), "global": (1 << 29, "cg")}
 WIDTHS = (8, 16, 32, 64, 128, 256)
@@ -58,6 +62,7 @@ class Kernel:
         unit: "cycles" of one step, or what a block does in one step: operations or bytes.
         amount: of a block in one step; 0: the result is cycles.
         given: what `given` points to: "chase", "random", "zeros"; bytes: of it.
+        published: name in the published tables, where it is another than the kernel's own; scale: of their unit.
         hopper: needs sm_90a. cluster: blocks of a cluster.
     """
 
@@ -70,6 +75,13 @@ class Kernel:
     threads: int = 32
     hopper: bool = False
     cluster: int = 1
+    published: str = ""
+    scale: float = 1.0
+
+    @property
+    def steps(self) -> int:
+        """Rounds of the timed loop."""
+        return RATE_STEPS if self.amount else STEPS
 
     @property
     def code(self) -> str:
@@ -109,38 +121,68 @@ def chases() -> Iterator[Kernel]:
     yield Kernel("shared latency cycles", timed("at = next[at];", f"{fill} u32 at = 0;", "out[1] = at;"))
 
 
-def mma(fill: str) -> Kernel:
-    """mma.sync m16n8k16 in fp16 with fp32 sums: WARPS warps of a block, each a dependent chain."""
-    load = "const u32* g = (const u32*)given + threadIdx.x; u32 a0 = g[0], a1 = g[32], a2 = g[64], a3 = g[96], b0 = g[128], b1 = g[160]; float c0 = 0, c1 = 0, c2 = 0, c3 = 0;"  # noqa: E501
-    body = (
-        'asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},'
-        '{%0,%1,%2,%3};" : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));'  # noqa: E501
+# By type: the depth of a product, its types, and the accumulators' type in C and as a constraint of PTX.
+TYPES = {
+    "fp16": (16, "f32.f16.f16", "float", "f"),
+    "fp8": (32, "f32.e4m3.e4m3", "float", "f"),
+    "int8": (32, "s32.s8.s8", "int", "r"),
+}
+RATES = {"fp16": "TFLOP/s", "fp8": "TFLOP/s", "int8": "TOP/s"}
+
+
+def mma(kind: str, fill: str, *, is_chain: bool = False) -> Kernel:
+    """mma.sync m16n8 of a type: one dependent chain of one warp, or CHAINS of them in each of a block's WARPS warps."""
+    depth, types, c_type, letter = TYPES[kind]
+    num, warps = (1, 1) if is_chain else (CHAINS, WARPS)
+    load = f"const u32* g = (const u32*)given + threadIdx.x; u32 a0 = g[0], a1 = g[32], a2 = g[64], a3 = g[96], b0 = g[128], b1 = g[160]; {c_type} c[{4 * num}]; for (int i = 0; i < {4 * num}; ++i) c[i] = 0;"  # noqa: E501
+    name = f"mma.sync.aligned.m16n8k{depth}.row.col.{types}.{types.split('.')[0]}"
+    body = "".join(
+        f'asm volatile("{name} {{%0,%1,%2,%3}},{{%4,%5,%6,%7}},{{%8,%9}},{{%0,%1,%2,%3}};" : '
+        + ", ".join(f'"+{letter}"(c[{4 * chain + i}])' for i in range(4))
+        + ' : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));'
+        for chain in range(num)
     )
-    done = "((float*)out)[64 + threadIdx.x] = c0 + c1 + c2 + c3;"
-    flops = WARPS * 2.0 * 16 * 8 * 16
-    return Kernel(f"mma fp16 {fill}", timed(body, load, done), "FLOP/s", flops, fill, threads=32 * WARPS)
+    done = (
+        f"{c_type} sum = 0; for (int i = 0; i < {4 * num}; ++i) sum += c[i]; (({c_type}*)out)[64 + threadIdx.x] = sum;"
+    )
+    # Only Hopper has it, and no published table.
+    needs_hopper = is_new = kind == "fp8"
+    if is_chain:
+        return Kernel(f"mma {kind} latency cycles", timed(body, load, done), given=fill, hopper=needs_hopper)
+    flops = warps * num * 2.0 * 16 * 8 * depth
+    return Kernel(
+        f"mma {kind} {fill}", timed(body, load, done), f"{RATES[kind][1:]}", flops, fill, threads=32 * warps,
+        hopper=needs_hopper, published="" if is_new else f"mma {kind} {RATES[kind]}", scale=1e12,
+    )  # fmt: skip
 
 
-def wgmma(width: int, is_rs: bool, fill: str) -> Kernel:
-    """wgmma m64nNk16 in fp16 with fp32 sums: A in shared memory (SS) or in registers (RS), B in shared memory."""
-    num = width // 2
-    sums = ", ".join(f"%{i}" for i in range(num))
-    kind = f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.f16.f16"
+def wgmma(kind: str, width: int, is_rs: bool, fill: str, *, is_chain: bool = False) -> Kernel:
+    """wgmma m64nN of a type: A in shared memory (SS) or in registers (RS), B in shared memory.
+
+    A warp group waits for BEHIND products at a time; is_chain: for each of them.
+    """
+    depth, types, c_type, letter = TYPES[kind]
+    num, sums = width // 2, ", ".join(f"%{i}" for i in range(width // 2))
     factors = f"{{%{num + 1}, %{num + 2}, %{num + 3}, %{num + 4}}}, %{num}" if is_rs else f"%{num + 1}, %{num}"
-    flags = "1, 1, 1, 0" if is_rs else "1, 1, 1, 0, 0"
-    outputs = ", ".join(f'"+f"(c[{i}])' for i in range(num))
+    # Signs of both factors; in fp16 also which of those in shared memory stand on their side.
+    flags = {"fp16": ", 1, 1, 0" if is_rs else ", 1, 1, 0, 0", "fp8": ", 1, 1", "int8": ""}[kind]
+    outputs = ", ".join(f'"+{letter}"(c[{i}])' for i in range(num))
     inputs = '"l"(b), "r"(a0), "r"(a1), "r"(a2), "r"(a3)' if is_rs else '"l"(b), "l"(a)'
+    product = (
+        f'asm volatile("{{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n{width}k{depth}.{types} '
+        f'{{{sums}}}, {factors}, p{flags}; }}" : {outputs} : {inputs});'
+    )
+    behind = 1 if is_chain else BEHIND
     body = (
         'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");'
-        f'asm volatile("{{ .reg .pred p; setp.ne.b32 p, 1, 0; {kind} {{{sums}}}, {factors}, p, {flags[3:]}; }}" : '
-        f"{outputs} : {inputs});"
-        'asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");'
+        + product * behind
+        + 'asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");'
     )
     before = f"""
   extern __shared__ __align__(128) u32 tile[];
   for (int i = threadIdx.x; i < 4096; i += 128) tile[i] = ((const u32*)given)[i];
   __syncthreads();
-  float c[{num}];
+  {c_type} c[{num}];
   for (int i = 0; i < {num}; ++i) c[i] = 0;
   // Without swizzle: 8 x 8 blocks of 128 bytes, the next one 128 bytes on, the next row of them 256.
   u64 fixed = ((u64)(128 >> 4) << 16) | ((u64)(256 >> 4) << 32);
@@ -148,9 +190,19 @@ def wgmma(width: int, is_rs: bool, fill: str) -> Kernel:
   u64 b = fixed | ((u64)(__cvta_generic_to_shared(tile + 1024) & 0x3FFFF) >> 4);
   u32 a0 = tile[threadIdx.x], a1 = tile[threadIdx.x + 1], a2 = tile[threadIdx.x + 2], a3 = tile[threadIdx.x + 3];
   if (steps < 0) {{ out[2] = a + a0 + a1 + a2 + a3; }}"""
-    done = f"float sum = 0; for (int i = 0; i < {num}; ++i) sum += c[i]; ((float*)out)[64 + threadIdx.x] = sum;"
-    name = f"wgmma fp16 n{width} {'RS' if is_rs else 'SS'} {fill}"
-    return Kernel(name, timed(body, before, done), "FLOP/s", 2.0 * 64 * width * 16, fill, threads=128, hopper=True)
+    done = f"{c_type} sum = 0; for (int i = 0; i < {num}; ++i) sum += c[i]; (({c_type}*)out)[64 + threadIdx.x] = sum;"
+    place = "RS" if is_rs else "SS"
+    if is_chain:
+        name = f"wgmma {kind} m64n{width}k{depth} cycles"
+        return Kernel(name, timed(body, before, done), given=fill, threads=128, hopper=True)
+    # What is published was measured with zeros, in the widest products.
+    has_published = fill == "zeros" and width == WIDTHS[-1]
+    told = f"wgmma {kind} {place} {RATES[kind]}" if kind == "fp16" else f"wgmma {kind} {RATES[kind]}"
+    return Kernel(
+        f"wgmma {kind} n{width} {place} {fill}", timed(body, before, done), RATES[kind][1:],
+        behind * 2.0 * 64 * width * depth, fill, threads=128, hopper=True, published=told if has_published else "",
+        scale=1e12,
+    )  # fmt: skip
 
 
 def clusters() -> Iterator[Kernel]:
@@ -160,8 +212,9 @@ def clusters() -> Iterator[Kernel]:
     done = "cluster_sync(); ((u32*)out)[64 + threadIdx.x] = sum;"
     for size in (2, 4):
         yield Kernel(
-            f"dsm ring of {size}", timed(copy, start, done), "B/s", RING_BYTES, threads=256, hopper=True, cluster=size
-        )
+            f"dsm ring of {size}", timed(copy, start, done), "B/s", RING_BYTES, threads=256, hopper=True, cluster=size,
+            published=f"dsm ring of {size} TB/s", scale=1e12,
+        )  # fmt: skip
     walk = 'asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(at) : "r"(from + 4 * at));'
     chase = "__shared__ u32 own[1024]; for (int i = threadIdx.x; i < 1024; i += 32) own[i] = (i + 33) & 1023; cluster_sync(); u32 from = at_rank(own, (rank_in_cluster() + 1) % cluster_size()), at = 0;"  # noqa: E501
     yield Kernel("dsm latency cycles", timed(walk, chase, "cluster_sync(); out[1] = at;"), hopper=True, cluster=2)
@@ -178,9 +231,12 @@ def others() -> Iterator[Kernel]:
     """DPX, and copies by the tensor memory accelerator."""
     start = "u32 x = ((const u32*)given)[threadIdx.x], y = threadIdx.x, z = 0x00010002;"
     body = "x = __viaddmax_s16x2_relu(x, y, z);"
+    loads = f"u32 x[{CHAINS}], y = threadIdx.x, z = 0x00010002; for (int i = 0; i < {CHAINS}; ++i) x[i] = ((const u32*)given)[threadIdx.x + i];"  # noqa: E501
+    bodies = "".join(f"x[{i}] = __viaddmax_s16x2_relu(x[{i}], y, z);" for i in range(CHAINS))
+    sums = " + ".join(f"x[{i}]" for i in range(CHAINS))
     yield Kernel("dpx viaddmax s16x2 latency cycles", timed(body, start, "((u32*)out)[64] = x;"), hopper=True)
-    yield Kernel("dpx viaddmax s16x2", timed(body, start, "((u32*)out)[64 + threadIdx.x] = x;"), "operations/s", 512.0,
-                 threads=256, hopper=True)  # fmt: skip
+    yield Kernel("dpx viaddmax s16x2", timed(bodies, loads, f"((u32*)out)[64 + threadIdx.x] = {sums};"), "operations/s",
+                 512.0 * CHAINS, threads=256, hopper=True)  # fmt: skip
     size = 4096
     prepare = f"""__shared__ __align__(128) char tile[{size}]; __shared__ __align__(8) u64 gate;
   u32 to = (u32)__cvta_generic_to_shared(tile), at = (u32)__cvta_generic_to_shared(&gate), phase = 0;
@@ -201,8 +257,11 @@ def others() -> Iterator[Kernel]:
 def kernels() -> list[Kernel]:
     """All of them."""
     fills = ("random", "zeros")
-    made = [*chases(), *map(mma, fills)]
-    made += [wgmma(width, is_rs, fill) for width in WIDTHS for is_rs in (False, True) for fill in fills]
+    made = [*chases(), *(mma(kind, "random", is_chain=True) for kind in TYPES)]
+    made += [mma(kind, fill) for kind in TYPES for fill in fills]
+    made += [wgmma("fp16", width, False, "zeros", is_chain=True) for width in WIDTHS]
+    made += [wgmma("fp16", width, is_rs, fill) for width in WIDTHS for is_rs in (False, True) for fill in fills]
+    made += [wgmma(kind, WIDTHS[-1], False, fill) for kind in ("fp8", "int8") for fill in fills]
     return [*made, *clusters(), *others()]
 
 
@@ -211,10 +270,11 @@ def figure(kernel: Kernel, cycles: Sequence[float], seconds: Sequence[float], bl
     from thinwire.calibration.published import TABLES
 
     if kernel.amount:
-        value = blocks * kernel.amount * STEPS / statistics.median(seconds)
+        value = blocks * kernel.amount * kernel.steps / statistics.median(seconds)
     else:
-        value = statistics.median(cycles) / STEPS
-    beside = {name: table[kernel.name] for name, table in TABLES.items() if kernel.name in table}
+        value = statistics.median(cycles) / kernel.steps
+    key = kernel.published or kernel.name
+    beside = {name: kernel.scale * table[key] for name, table in TABLES.items() if key in table}
     return Figure(kernel.name, value, kernel.unit, device, beside)
 
 
@@ -239,9 +299,11 @@ def measured(kernel: Kernel, compiled: Any, blocks: int) -> Figure:
     stream = device.create_stream()
     config = LaunchConfig(grid=blocks, block=kernel.threads, cluster=kernel.cluster, shmem_size=32768)
     cycles, seconds = [], []
+    # The inputs are written on torch's stream, and read on another.
+    torch.cuda.synchronize()
     for number in range(REPEATS + 2):
         begin = stream.record(options={"enable_timing": True})
-        launch(stream, config, compiled.get_kernel("run"), given.data_ptr(), out.data_ptr(), STEPS)
+        launch(stream, config, compiled.get_kernel("run"), given.data_ptr(), out.data_ptr(), kernel.steps)
         end = stream.record(options={"enable_timing": True})
         stream.sync()
         if number >= 2:
@@ -262,6 +324,12 @@ def fits(kernel: Kernel, arch: str) -> bool:
     return not kernel.hopper or arch == "sm_90a"
 
 
+def crossover(ratios: dict[int, float]) -> int | None:
+    """The first of rising sizes from which on 8 bits are faster; None if they are not at the last."""
+    slower = [size for size, ratio in ratios.items() if ratio <= 1]
+    return next((size for size in ratios if not slower or size > slower[-1]), None)
+
+
 def library() -> Iterator[Figure]:
     """Products in fp8 with their casts against bf16 ones, and the products of a decode step, by torch on a GPU."""
     import torch
@@ -278,7 +346,7 @@ def library() -> Iterator[Figure]:
 
         return seconds_of(once)
 
-    one = torch.ones((), device="cuda")
+    one, ratios = torch.ones((), device="cuda"), dict[int, float]()
     for size in (512, 1024, 2048, 4096, 8192, 16384):
         a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         half_s = clocked(lambda a=a, b=b: a @ b.t())  # type: ignore[misc]
@@ -287,7 +355,12 @@ def library() -> Iterator[Figure]:
             small = [each.to(torch.float8_e4m3fn) for each in (a, b)]
             return torch._scaled_mm(small[0], small[1].t(), one, one, out_dtype=torch.bfloat16)
 
-        yield Figure(f"fp8 linear with casts over bf16, {size}", half_s / clocked(byte), "times", name, {})
+        ratios[size] = half_s / clocked(byte)
+        yield Figure(f"fp8 linear with casts over bf16, {size}", ratios[size], "times", name, {})
+    if (first := crossover(ratios)) is not None:
+        yield Figure("fp8 linear with casts is faster from", float(first), "rows", name, {})
+    else:
+        print("fp8 linear with casts: slower than bf16 at the largest size, so it has no crossover here")
     for dtype in (torch.float32, torch.bfloat16):
         layers = [torch.randn(4096, 4096, device="cuda", dtype=dtype) for _ in range(16)]
         x = torch.randn(8, 4096, device="cuda", dtype=dtype)
@@ -335,7 +408,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    blocks = torch.cuda.get_device_properties(0).multi_processor_count // 4 * 4
+    blocks = OCCUPANCY * torch.cuda.get_device_properties(0).multi_processor_count // 4 * 4
     found = []
     for each in chosen:
         if not fits(each, arch):

@@ -1,21 +1,23 @@
 """How far predictions of `thinwire plan` are from measured steps, and what choosing by them costs.
 
-    python benchmarks/planner.py [--rates 100mbit 200mbit 400mbit] [--strategies ...] [--steps 8] [--even-only]
+    python benchmarks/planner.py [--rates 100mbit 200mbit 400mbit] [--strategies ...] [--steps 12] [--even-only]
         [--out FILE] [--most 3]
     python benchmarks/planner.py --report      # run nothing; write the page and the picture anew
 
 24 cells: four strategies, three rates, each network as it is and with node 3 at a quarter of its rate. Four nodes of
-the lab train the demo model (9.7 million parameters) on 2 sequences of 256 tokens a rank, 8 steps in each cell; an
-eighth to a sixth of these warm up. Before the cells of a network its ranks are calibrated, about 40 s, and every
+the lab train the demo model (9.7 million parameters) on 2 sequences of 256 tokens a rank, 12 steps in each cell, of
+which the first do not count. Before the cells of a network its ranks are calibrated, about 40 s, and every
 strategy is predicted, about 3 s; no measured step is used for a prediction. By the predicted steps a cell takes 15 s to
 3 minutes on two idle cores, most with `zero` at 25 Mbit/s, and all of them 22 minutes. Cells that are in FILE are not
 measured again; --most ends after so many.
 
 Prints for each cell the predicted and the measured median step and memory, and the parts of a step; at the end medians,
 how far each part of a step is missed, and the regret: the measured step of the strategy that was chosen, over the
-fastest measured one of its network. Beside the plan stand other ways to choose: always one strategy, which needs no
-trial, as torchtitan does, whose default is FSDP over all ranks; running some of them, as DeepSpeed's autotuner does
-with the stages of ZeRO; running all of them. With the usual FILE it writes table and picture to docs/tasks/plan.md.
+fastest measured one of its network. It is a regret among these four strategies, all of them without stages. Beside the
+plan stand other ways to choose: always one strategy, which needs no trial, as torchtitan does, whose default is FSDP
+over all ranks; running some of them, as DeepSpeed's autotuner does with the stages of ZeRO; running all of them. None
+of these is run: the cells of this project stand for them. The factor of the memory comes from runs of the same model,
+so the memory of the cells is no new test of it. With the usual FILE it writes table and picture to docs/tasks/plan.md.
 
 The cores of one machine serve all nodes, so measure on an idle one. Each cell records the machine's load before it.
 """
@@ -51,17 +53,23 @@ NODES, SEQUENCES, SEQ_LEN = 4, 2, 256
 STRATEGIES = ("zero-bf16", "sdp4bit", "ddp-bf16", "zero")
 PARTS = ("compute_s", "exposed_comm_s")
 RATES = ("100mbit", "200mbit", "400mbit")
-# Other ways to choose: what each can choose from, and whether it runs all of that first. torchtitan's default, FSDP
-# over all ranks, sends as zero does; the stages of ZeRO that DeepSpeed's autotuner tries send as these three do.
+# Other ways to choose: what each can choose from, and whether it runs all of that first. Cells of this project stand
+# for them. torchtitan's default gathers weights in bf16 and sums gradients in fp32: as much as zero sends if weights
+# are gathered for the forward and again for the backward, three quarters if once. The stages of ZeRO that DeepSpeed's
+# autotuner tries send as these three do; it tries sizes of micro-batches too, so there are more trials than these.
 PEERS = {
     "torchtitan, its default": (("zero",), False),
     "DeepSpeed, autotuning": (("zero", "zero-bf16", "ddp-bf16"), True),
 }
+LEAST = "at least "
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One strategy on one network; seconds of a step, bytes of a rank's memory."""
+    """One strategy on one network; seconds of a step, bytes of a rank's memory.
+
+    calibrated_s, planned_s: seconds that measuring the network's ranks and planning took; 0: not recorded.
+    """
 
     network: str
     strategy: str
@@ -71,6 +79,8 @@ class Cell:
     measured_bytes: float
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
     load: float = 0.0
+    calibrated_s: float = 0.0
+    planned_s: float = 0.0
 
     @property
     def error(self) -> float:
@@ -102,7 +112,8 @@ def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path) -> Ite
         "demo", machine, tokens_per_step=NODES * SEQUENCES * SEQ_LEN, seq_len=SEQ_LEN, micro_batch=SEQUENCES,
         strategies=strategies, stages=1,
     )  # fmt: skip
-    print(f"{network}: calibrated in {calibrated_s:.0f} s, planned in {time.perf_counter() - start:.1f} s", flush=True)
+    planned_s = time.perf_counter() - start
+    print(f"{network}: calibrated in {calibrated_s:.0f} s, planned in {planned_s:.1f} s", flush=True)
     for name in strategies:
         ways = [each for each in found.search.fastest if each.candidate.strategy == name]
         predicted = next(each for each in ways if each.candidate.micro_batch == SEQUENCES)
@@ -115,7 +126,7 @@ def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path) -> Ite
         summary, run = json.loads((run_dir / "summary.json").read_text()), read_run(run_dir)
         yield Cell(
             network, name, predicted.step_s, summary["step_s"], predicted.memory_bytes, summary["peak_rss_bytes"],
-            {part: (predicted.terms[part], run.typical(part)) for part in PARTS}, load,
+            {part: (predicted.terms[part], run.typical(part)) for part in PARTS}, load, calibrated_s, planned_s,
         )  # fmt: skip
 
 
@@ -138,10 +149,10 @@ def networks_of(found: Sequence[Cell]) -> list[list[Cell]]:
     return [[cell for cell in found if cell.network == name] for name in dict.fromkeys(c.network for c in found)]
 
 
-def choices(found: Sequence[Cell]) -> Iterator[tuple[str, int, list[float]]]:
+def choices(found: Sequence[Cell]) -> Iterator[tuple[str, str, list[float]]]:
     """Yield (way to choose, trials on each network, regret on each network)."""
     networks, strategies = networks_of(found), sorted({cell.strategy for cell in found})
-    yield "`thinwire plan`", 0, [regret(own) for own in networks]
+    yield "`thinwire plan`", "0", [regret(own) for own in networks]
     for name, (known, runs) in (PEERS | {f"always {each}": ((each,), False) for each in strategies}).items():
         own = [[cell for cell in cells if cell.strategy in known] for cells in networks]
         if all(own):
@@ -149,8 +160,8 @@ def choices(found: Sequence[Cell]) -> Iterator[tuple[str, int, list[float]]]:
                 regret(cells, min(ours, key=lambda cell: cell.measured_s))
                 for cells, ours in zip(networks, own, strict=True)
             ]
-            yield name, len(known) if runs else 0, regrets
-    yield "run all of them", len(strategies), [1.0 for _ in networks]
+            yield name, f"{LEAST}{len(known)}" if runs else "0", regrets
+    yield "run all of them", str(len(strategies)), [1.0 for _ in networks]
 
 
 def summary(found: Sequence[Cell]) -> Iterator[str]:
@@ -162,6 +173,9 @@ def summary(found: Sequence[Cell]) -> Iterator[str]:
         missed = [abs(cell.parts[part][0] - cell.parts[part][1]) / cell.measured_s for cell in found if cell.parts]
         if missed:
             yield f"of a step, {part} is missed by {median(missed):.1%} in the median, at worst by {max(missed):.1%}"
+    for what, name in (("calibrating", "calibrated_s"), ("planning", "planned_s")):
+        if took := [getattr(cell, name) for cell in found if getattr(cell, name)]:
+            yield f"{what} a network took {median(took):.2g} s in the median, at most {max(took):.2g} s"
     yield f"load of the machine before a cell: median {median(cell.load for cell in found):.2g}, at most " + (
         f"{max(cell.load for cell in found):.2g}"
     )
@@ -170,9 +184,9 @@ def summary(found: Sequence[Cell]) -> Iterator[str]:
 def told(found: Sequence[Cell]) -> None:
     """Print what all cells say together."""
     print("\n".join(summary(found)))
-    print("choice                    trials   regret: median  worst")
+    print("choice                    trials      regret: median  worst")
     for name, trials, regrets in choices(found):
-        print(f"{name.strip('`'):<25} {trials:<8} {median(regrets):<14.3f}  {max(regrets):.3f}")
+        print(f"{name.strip('`'):<25} {trials:<11} {median(regrets):<14.3f}  {max(regrets):.3f}")
 
 
 def tables(found: Sequence[Cell]) -> Iterator[str]:

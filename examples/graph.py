@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from thinwire.collectives import Mailbox, Topology
 from thinwire.hosts.pipeline import Runner
-from thinwire.methods.pipeline import Carried, there_and_back
+from thinwire.methods.pipeline import Carried, least_cut, there_and_back
 
 VERTICES, CLASSES, WIDTH, LAYERS, PARTS, EPOCHS = 192, 3, 16, 8, 8, 60
 
@@ -52,30 +52,31 @@ class Gathered(torch.autograd.Function):
 class GraphStage(nn.Module):
     """Some layers h + relu((A h) W); the first stage has the features, the last the classes.
 
-    carried: of this stage; begin a round before each epoch. ways: ranks that compute a part's vertices between them.
+    carried: of this stage; begin a round before each epoch. parts: the vertices of each part, between which few edges
+    lie. ways: ranks that compute a part's vertices between them.
     """
 
-    def __init__(self, layers: Sequence[int], seed: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[int], seed: int, num_parts: int = PARTS, group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         self.edges, self.features, self.classes = planted(seed)
+        self.parts = least_cut(self.edges, num_parts)
         self.layers, self.group, self.carried = layers, group, Carried()
         self.way, self.ways = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         generators = {at: torch.Generator().manual_seed(100 * seed + at) for at in layers}
         draw = {at: torch.randn(WIDTH, WIDTH, generator=generator) for at, generator in generators.items()}
         self.weights = nn.ParameterDict({str(at): 0.3 * values / WIDTH**0.5 for at, values in draw.items()})
 
-    def vertices(self, part: int) -> Tensor:
-        return torch.arange(VERTICES).chunk(PARTS)[part]
-
     def forward(self, hidden: Tensor | None, part: int) -> Tensor:
-        own = self.vertices(part).chunk(self.ways)[self.way]
+        own = self.parts[part].chunk(self.ways)[self.way]
         hidden = self.features[own] if hidden is None else hidden
         for at in self.layers:
             whole = hidden if self.group is None else Gathered.apply(hidden, self.group)
-            found = self.edges[own][:, self.vertices(part)] @ self.carried.leave(str(at), part, whole)
-            for other in range(PARTS):
+            found = self.edges[own][:, self.parts[part]] @ self.carried.leave(str(at), part, whole)
+            for other in range(len(self.parts)):
                 if other != part and (there := self.carried.of(str(at), other, part)) is not None:
-                    found = found + self.edges[own][:, self.vertices(other)] @ there
+                    found = found + self.edges[own][:, self.parts[other]] @ there
             hidden = hidden + torch.relu(found @ self.weights[str(at)])
         if LAYERS - 1 not in self.layers:
             return hidden

@@ -19,6 +19,7 @@
   torch's own schedules compute them.
 - cpu_flash_forward, cpu_flash_backward: aten's private attention for the CPU, the only one that returns the softmax's
   sums.
+- flop_counter: the same attention, which torch's counter of operations leaves out.
 - DispatchMode: torch.utils._python_dispatch.TorchDispatchMode: the module is private; torch's documentation names it.
 - WithoutScaler: the private attribute of an optimizer that a GradScaler reads first.
 - pipeline_table: torch.distributed.pipelining._schedule_visualizer.get_schedule_ops, private; 2.11 to 2.13 have it.
@@ -50,6 +51,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.serialization import config as serialization
 
 from thinwire.errors import ConfigError
@@ -515,3 +517,13 @@ def cpu_flash_backward(
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, sums, 0.0, is_causal, scale=scale
     )
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's counter of operations, with a CPU's fused attention; of a causal one too, all products count."""
+
+    def of_attention(q: torch.Size, k: torch.Size, v: torch.Size, *args: Any, **kwargs: Any) -> int:
+        return 2 * q[:-1].numel() * k[-2] * (q[-1] + v[-1])
+
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={fused: of_attention})

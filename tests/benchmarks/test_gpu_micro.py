@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from thinwire.calibration.published import TABLES
+
 SPEC = importlib.util.spec_from_file_location("gpu_micro", Path(__file__).parents[2] / "benchmarks/gpu_micro.py")
 assert SPEC is not None and SPEC.loader is not None
 micro: Any = importlib.util.module_from_spec(SPEC)
@@ -23,7 +25,10 @@ def test_every_kernel_has_a_name_of_its_own_and_balanced_text(capsys: pytest.Cap
         assert each.code.count("{") == each.code.count("}") and "run(const u64* given" in each.code
         assert micro.fits(each, "sm_90a") and micro.fits(each, "sm_80") != each.hopper
     assert micro.main(["--list", "--only", "wgmma"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 * 2 * len(micro.WIDTHS)
+    assert len(capsys.readouterr().out.splitlines()) == (1 + 2 * 2) * len(micro.WIDTHS) + 4
+    # Every name that stands for another in the published tables is one of them.
+    names = {name for table in TABLES.values() for name in table}
+    assert {each.published for each in found if each.published} <= names
 
 
 def test_a_figure_stands_beside_what_is_published_for_other_devices() -> None:
@@ -32,4 +37,17 @@ def test_a_figure_stands_beside_what_is_published_for_other_devices() -> None:
     assert figure.value == pytest.approx(260.0) and figure.unit == "cycles" and figure.device == "this one"
     assert figure.published == {"H800 PCIe": 263.0, "A100 PCIe": 261.5, "RTX 4090": 273.0}
     figure = micro.figure(ring, [1.0], [2e-3, 1e-3, 3e-3], 100, "this one")
-    assert figure.value == pytest.approx(100 * micro.RING_BYTES * micro.STEPS / 2e-3) and not figure.published
+    assert figure.value == pytest.approx(100 * micro.RING_BYTES * micro.RATE_STEPS / 2e-3)
+    assert figure.published == {"H800 PCIe": pytest.approx(3.27e12)}
+    beside = {
+        each.name: micro.figure(each, [1.0], [1.0], 1, "this one").published
+        for each in micro.kernels() if "zeros" in each.name or "latency" in each.name
+    }  # fmt: skip
+    assert beside["mma fp16 zeros"]["A100 PCIe"] == pytest.approx(310.6e12) and not beside["mma fp8 zeros"]
+    assert beside["wgmma fp8 n256 SS zeros"] == {"H800 PCIe": pytest.approx(1448.4e12)}
+    assert beside["wgmma fp16 n256 RS zeros"] and not beside["wgmma fp16 n128 SS zeros"]
+
+
+def test_eight_bits_pay_from_the_first_size_after_the_last_at_which_they_are_slower() -> None:
+    assert micro.crossover({512: 1.1, 1024: 0.8, 2048: 1.2, 4096: 1.3}) == 2048
+    assert micro.crossover({512: 1.1, 1024: 1.2}) == 512 and micro.crossover({512: 1.1, 1024: 0.9}) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -43,12 +43,15 @@ def test_errors_and_regrets(capsys: pytest.CaptureFixture[str]) -> None:
         and "memory: |error| median 0.0%, worst 10.0%" in printed
     )
     assert "compute_s is missed by 9.5% in the median, at worst by 16.0%" in printed
-    lines = {line[:25].strip(): line[25:].split() for line in printed.splitlines()}
+    lines = {line[:25].strip(): line[25:].removeprefix(" at least").split() for line in printed.splitlines()}
     assert lines["thinwire plan"] == ["0", "1.050", "1.100"] and lines["always zero"] == ["0", "1.350", "1.600"]
     assert lines["run all of them"] == ["2", "1.000", "1.000"] and "before a cell: median 0.5" in printed
     assert lines["torchtitan, its default"] == lines["always zero"]
     # Its candidates were not all measured.
     assert "DeepSpeed, autotuning" in lines and lines["DeepSpeed, autotuning"] == ["3", "1.350", "1.600"]
+    assert "DeepSpeed, autotuning     at least 3" in printed and "calibrating" not in printed
+    timed = [replace(each, calibrated_s=seconds) for each, seconds in zip(CELLS, (40.0, 0.0, 50.0, 0.0), strict=True)]
+    assert "calibrating a network took 45 s in the median, at most 50 s" in list(planner.summary(timed))
     ElementTree.fromstring(planner.picture(CELLS))
 
 

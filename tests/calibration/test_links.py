@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from tests.workers import run_workers
-from thinwire.calibration import calibrate, links, machine
-from thinwire.calibration.links import bucket_of, measured_rates, rounds_of_pairs
+from thinwire.calibration import calibrate, growth, links, machine
+from thinwire.calibration.growth import bucket_of
+from thinwire.calibration.links import measured_rates, probed, rounds_of_pairs, rounds_on
 from thinwire.calibration.machine import fitted
-from thinwire.collectives import Communicator
+from thinwire.calibration.work import NUM_REPEATS
+from thinwire.collectives import Communicator, Topology
 from thinwire.cost import Machine
+from thinwire.launch.calibrate import lines_on
 from thinwire.models.llama import LlamaConfig
 
 
@@ -37,6 +40,26 @@ def test_a_token_bucket_is_found_and_noise_makes_no_link_faster() -> None:
     assert bucket_of(2e5, 0.39, 0.4, 0.0)[0] == pytest.approx(1e6)
 
 
+def test_no_round_uses_a_link_of_a_node_twice() -> None:
+    grid = Topology(4, 2)
+    rounds = list(rounds_on(grid))
+    assert len(rounds) == 3 + 1
+    for pairs in rounds:
+        nodes = [grid.node(rank) for a, b in pairs for rank in {grid.rank(grid.node(each), 0) for each in (a, b)}]
+        assert len(nodes) == len(set(nodes))
+    # A ring of nodes takes two rounds, and ranks inside nodes that send nothing take none.
+    ring = {(2 * node, (2 * node + 3) % 8) for node in range(4)}
+    assert [len(pairs) for pairs in rounds_on(grid, ring)] == [2, 2]
+    assert list(rounds_on(grid, {(5, 4)})) == [[(4, 5)]]
+
+
+class Ranks:
+    """What stands for a communicator where `_swap` is replaced."""
+
+    def __init__(self, world_size: int, local_size: int = 1) -> None:
+        self.world_size, self.topology = world_size, Topology(world_size // local_size, local_size)
+
+
 def test_links_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {(0, 1): 4e6, (1, 0): 2e6, (0, 2): 1e6, (2, 0): 1e6, (1, 2): 8e6, (2, 1): 8e6}
 
@@ -45,18 +68,36 @@ def test_links_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.tensor(took, dtype=torch.float64)
 
     monkeypatch.setattr(links, "_swap", swap)
-
-    class Ranks:
-        world_size = 3
-
-        class topology:
-            node = staticmethod(lambda rank: rank)
-
-    ranks: Any = Ranks()
+    ranks: Any = Ranks(3)
     found = measured_rates(ranks)
     for (a, b), rate in rates.items():
         assert found.rates[a][b] == pytest.approx(rate, rel=1e-3)
     assert found.burst_s == pytest.approx(0.0, abs=1e-6)
+    some = measured_rates(ranks, {(2, 1)})
+    assert some.rates[1][2] == pytest.approx(8e6) and some.rates[0][1] == float("inf")
+
+
+def test_a_long_way_is_no_slow_link_and_a_nodes_ranks_share_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links of 10 MB/s with a delay of 0.2 s; every other message to rank 0 takes 10% longer."""
+    probes = itertools.count()
+
+    def swap(comm: Any, peer: dict[int, int], num_bytes: dict[int, int]) -> torch.Tensor:
+        uplinks = [rank // 2 for rank in peer if rank // 2 != peer[rank] // 2]
+        shared = max(map(uplinks.count, uplinks), default=1)
+        late = 1.1 if next(probes) % 2 else 1.0
+        took = [0.2 + num_bytes.get(rank, 0) * shared * (late if rank == 0 else 1.0) / 1e7 for rank in range(4)]
+        return torch.tensor(took, dtype=torch.float64)
+
+    monkeypatch.setattr(links, "_swap", swap)
+    ranks: Any = Ranks(4, 2)
+    found, scatter = probed(ranks)
+    for a, b in found.pairs:
+        assert found.rates[a][b] == pytest.approx(1e7, rel=1e-3), (a, b)
+        assert found.delays_s[a][b] == pytest.approx(0.2, rel=1e-3)
+        # Of the link to rank 0's node, and of that inside it.
+        is_late = b == 0 or (b == 1 and a > 1)
+        assert scatter[a][b] == pytest.approx(0.05 if is_late else 0.0, abs=0.03)
+    assert found.nodes == (0, 0, 1, 1)
 
 
 def test_a_pass_is_its_operations_and_a_launch() -> None:
@@ -68,7 +109,8 @@ def test_a_pass_is_its_operations_and_a_launch() -> None:
 
 
 def measured(rank: int, world_size: int, folder: str) -> str:
-    links.LARGEST_BYTES, machine.DISK_BYTES = 1 << 18, 1 << 20
+    growth.LARGEST_BYTES = links.LARGEST_BYTES = 1 << 18
+    machine.DISK_BYTES = 1 << 20
     comm = Communicator(local_size=1)
     layer = LlamaConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
@@ -84,3 +126,6 @@ def test_all_ranks_have_the_same_machine(tmp_path: Any) -> None:
     assert {"layer 16 fp32", "launch 16 fp32", "encode int4/64", "decode int4/64", "copy"} <= found.rates.keys()
     assert 0 < found.share <= 1 and found.base_bytes > 1e6 and min(found.disk) > 0
     assert not list(tmp_path.iterdir())
+    assert len(found.scatter) == 2 and found.scatter[0][1] >= 0 and found.part([1]).scatter == ((0.0,),)
+    assert found.repeats["copy"] == found.repeats["encode int4/64"] == NUM_REPEATS
+    assert found.device == "cpu" and "two probes of a link differ by" in "\n".join(lines_on(found))

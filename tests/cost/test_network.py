@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 
-from thinwire.cost import Network, Traffic
+from thinwire.cost import Network, Traffic, network as module
+from thinwire.cost.network import Pair, Ways, fair_rates
 from thinwire.errors import ConfigError
 
 
@@ -83,3 +88,53 @@ def test_impossible_networks_are_refused(rate: float, delay_s: float, message: s
         Network.even(2, rate=1.0, burst_s=-1.0)
     with pytest.raises(ConfigError, match="2 rows of 2"):
         Network((0, 1), ((0.0, 1.0),), ((0.0, 0.0),) * 2)
+
+
+def one_by_one(network: Network, pairs: list[Pair]) -> dict[Pair, float]:
+    """Max-min fair rates by their definition: the pair that gets least gets it, then the next."""
+    left, rates, unsettled = network.port_rates(), dict[Pair, float](), list(pairs)
+    while unsettled:
+        users = Counter(port for pair in unsettled for port in network.ports(pair))
+        offers = {
+            pair: min([network.rates[pair[0]][pair[1]], *(left[port] / users[port] for port in network.ports(pair))])
+            for pair in unsettled
+        }
+        pair = min(unsettled, key=offers.__getitem__)
+        unsettled.remove(pair)
+        rates[pair] = offers[pair]
+        for port in network.ports(pair):
+            left[port] -= rates[pair]
+    return rates
+
+
+def uneven(num_ranks: int, local_size: int, seed: int) -> Network:
+    rng, ranks = random.Random(seed), range(num_ranks)
+    rates = tuple(tuple(rng.choice([rng.uniform(1, 10), 5.0]) for _ in ranks) for _ in ranks)
+    return Network(tuple(rank // local_size for rank in ranks), rates, ((0.0,) * num_ranks,) * num_ranks)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_shares_are_max_min_fair(seed: int) -> None:
+    network = uneven(8, 1 + seed % 2, seed)
+    pairs = random.Random(seed).sample(network.pairs, 8 * (1 + seed % 7))
+    found = fair_rates(Ways.of(network), np.array([pair in pairs for pair in network.pairs]))
+    of_pair = dict(zip(network.pairs, found.tolist(), strict=True))
+    # Shares that are as good as equal are taken as the smallest of them.
+    expected = one_by_one(network, pairs)
+    assert {pair: of_pair[pair] for pair in pairs} == pytest.approx(expected, rel=0.02)
+    assert sum(map(bool, of_pair.values())) == len(pairs)
+
+
+def test_what_leaves_at_once_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of 16 ranks send as much to all others; the messages of a port that limits them leave together."""
+    num, calls = 16, [0]
+
+    def counted(*given: Any) -> np.ndarray:
+        calls[0] += 1
+        return fair_rates(*given)
+
+    monkeypatch.setattr(module, "fair_rates", counted)
+    for network, most in ((Network.even(num, 10.0), 2), (uneven(num, 1, 0), 4 * num)):
+        calls[0] = 0
+        found = arrivals(network, [(0.0, pair, 10.0) for pair in network.pairs])
+        assert len(found) == num * (num - 1) and calls[0] <= most, calls

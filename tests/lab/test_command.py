@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.lab.support import HANG_S, REASON, needs_network, processes_with, wait_until
-from thinwire.errors import ConfigError
+from thinwire.cost import Machine
+from thinwire.errors import ConfigError, Problems
 from thinwire.lab import LabError, check
 from thinwire.lab.command import run_lab
 from thinwire.lab.network import LabNetwork
 from thinwire.lab.spec import LabSpec
+from thinwire.planner.memory import error_of, fitted, read_runs
+from thinwire.run.settings import read_toml
 
 THINWIRE = [sys.executable, "-m", "thinwire"]
 
@@ -149,7 +152,8 @@ def lab_process() -> Iterator[subprocess.Popen[str]]:
 def test_training_in_the_lab(tmp_path: Path) -> None:
     """Under a plan of faster links, which have drifted since."""
     data, run_dir, plan = tmp_path / "data.txt", tmp_path / "run", tmp_path / "plan.json"
-    plan.write_text(json.dumps({"rates": [[None, 5e7], [5e7, None]], "predicted": {"step_s": 1.0}}))
+    links = {"rates": [[None, 5e7], [5e7, None]], "link_bytes": [[0, 5e6], [5e6, 0]]}
+    plan.write_text(json.dumps({**links, "predicted": {"step_s": 1.0}}))
     data.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(3000)))
     train = [
         *THINWIRE, "train", "--model", "tiny", "--data", str(data), "--cache-dir", str(tmp_path / "cache"),
@@ -173,3 +177,46 @@ def test_training_in_the_lab(tmp_path: Path) -> None:
             assert f"WARNING: the link {a} to {b} has drifted {when}: 400 Mbit/s planned" in done.stdout
     page = (run_dir / "report.html").read_text()
     assert "The plan against the run" in page and "Links that have drifted" in page
+
+
+@needs_network
+def test_ranks_of_a_node_are_measured_on_the_whole_of_its_link(tmp_path: Path) -> None:
+    """Two nodes of two ranks: the pairs between the nodes don't share the link while it is measured."""
+    file = tmp_path / "machine.json"
+    calibrate = [*THINWIRE, "calibrate", "--models", "tiny", "--out", str(file)]
+    lab = [*THINWIRE, "lab", "--nodes", "2", "--local-size", "2", "--rate", "20mbit", "--"]
+    done = subprocess.run([*lab, *calibrate], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = Machine.read(file)
+    assert found.network.nodes == (0, 0, 1, 1) and "--device auto: cpu" in done.stdout
+    between = {found.network.rates[a][b] for a, b in found.network.pairs if a // 2 != b // 2}
+    # One pair stands for the four of each direction.
+    assert len(between) <= 2 and all(0.7 < rate / 2.5e6 < 1.2 for rate in between), between
+    assert found.network.rates[0][1] > 10 * max(between)
+
+
+@needs_network
+def test_a_run_in_the_lab_plans_around_its_bad_link(tmp_path: Path) -> None:
+    """Three nodes, of which 0 and 1 hardly reach each other; the run is then one from which memory is learnt."""
+    data, run_dir = tmp_path / "data.txt", tmp_path / "run"
+    data.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(3000)))
+    train = [
+        *THINWIRE, "train", "--strategy", "auto", "--model", "tiny", "--data", str(data), "--cache-dir",
+        str(tmp_path / "cache"), "--steps", "4", "--seq-len", "64", "--micro-batch", "4", "--tokens-per-step", "768",
+        "--eval-sequences", "0", "--sample-tokens", "0", "--dtype", "fp32", "--run-dir", str(run_dir),
+    ]  # fmt: skip
+    lab = [*THINWIRE, "lab", "--nodes", "3", "--link", "0-1=2mbit", "--"]
+    done = subprocess.run([*lab, *train], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = json.loads((run_dir / "plan.json").read_text())
+    rates, carried = plan["rates"], plan["link_bytes"]
+    assert rates[0][1] < 0.2 * rates[0][2]
+    assert carried[0][1] == carried[1][0] == 0 < carried[0][2] + carried[2][0], plan["flags"]
+    assert "kept out of use" in done.stdout
+    config = read_toml(run_dir / "config.toml", Problems())
+    assert config.plan == str(run_dir / "plan.json") and config.strategy != "auto"
+    page = (run_dir / "report.html").read_text()
+    assert "The plan against the run" in page
+    (recorded,) = read_runs(tmp_path)
+    learnt, why = fitted([recorded])
+    assert "fitted to 1 runs" in why and error_of(learnt, [recorded]) < 0.01

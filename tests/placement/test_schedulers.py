@@ -125,10 +125,16 @@ def test_a_device_waits_for_the_favourite_child_and_runs_urgent_work_meanwhile()
     ops = [Op("a", 1.0), Op("b", 1.5), Op("child", 4.0), Op("other", 1.0), Op("urgent", 0.25)]
     edges = [(0, 2), (1, 2), (0, 3)]
     graph = OpGraph.of(ops, edges, {0: 1.0, 1: 0.0})
-    made = m_sct(graph, devices(2, 0.9))
+    own = devices(2, 0.9)
+    made = m_sct(graph, own)
     check(made)
-    assert favourites(graph, devices(2, 0.9))[0] in (2, 3)
-    assert made.makespan_s <= m_etf(graph, devices(2, 0.9)).makespan_s
+    # Without waiting, the other child would delay the favourite one, or a message would.
+    assert favourites(graph, own) == {0: 2} and m_etf(graph, own).makespan_s == pytest.approx(5.9)
+    assert made.makespan_s == pytest.approx(5.5) and made.spans[2] == (1.5, 5.5) and made.spans[4] == (1.0, 1.25)
+    # The favourite is the longer child; with the first one there, and on any other way, all takes longer.
+    graph, own = OpGraph.of([Op(str(s), s) for s in (1.0, 1.5, 3.5, 3.0)], [(0, 1), (0, 2)], 1.0), devices(2, 1.0)
+    assert favourites(graph, own) == {0: 2} and m_etf(graph, own).makespan_s == pytest.approx(6.0)
+    assert m_sct(graph, own).makespan_s == pytest.approx(4.5) == best_s(graph, own)
 
 
 def test_schedulers_that_know_seconds_beat_those_that_do_not() -> None:

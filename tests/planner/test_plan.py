@@ -27,9 +27,12 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.methods.data.zero import Zero
 from thinwire.methods.islands.diloco import DiLoCo
 from thinwire.models import build_skeleton
+from thinwire.options import has_islands
 from thinwire.planner import plan as module
 from thinwire.planner.candidates import candidates
+from thinwire.planner.choice import priced
 from thinwire.planner.islands import price
+from thinwire.planner.placed import PlacedMachine
 from thinwire.planner.plan import plan
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.planner.written import show
@@ -102,6 +105,11 @@ def test_the_chosen_way_is_near_the_best_of_all_ways_in_all_orders() -> None:
         assert found.best.step_s <= 1.05 * best
 
 
+def test_all_wait_for_the_machine_whose_ranks_share_cores() -> None:
+    made = replace(machine(FAST), cores=Cores((0, 0, 1, 1), (2.0, 1.0)))
+    assert PlacedMachine.of(made, (0, 1, 2, 3), "layer 512 fp32", 4).busy == 2.0
+
+
 def racks(inside: float, across: float) -> Machine:
     """Two racks of two ranks."""
     rates = tuple(tuple(inside if a // 2 == b // 2 else across for b in range(4)) for a in range(4))
@@ -125,7 +133,7 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     with pytest.raises(ConfigError, match="nearest: 8192"):
         plan("demo", machine(FAST), tokens_per_step=8000)
     lacking = replace(machine(FAST), rates={"layer 512 fp32": 1e9, "copy": 1e9})
-    with pytest.raises(ConfigError, match="'encode fp32' was not measured; calibrate it anew"):
+    with pytest.raises(ConfigError, match="'encode fp32' was not measured; nearest: thinwire calibrate --codecs fp32"):
         planned(lacking)
     with pytest.raises(ConfigError, match="layers in bf16 were not measured"):
         planned(lacking, dtype="bf16")
@@ -164,6 +172,47 @@ def test_ranks_of_a_node_may_share_matrices_and_sequences() -> None:
     assert inside_s["sequence=4"] > 4 * inside_s["data=2,sequence=2"]
     with pytest.raises(ConfigError, match="no mesh of 3 ranks shares 1 sequences evenly; nearest: 768"):
         plan("tiny", machine(FAST, num_ranks=3), tokens_per_step=256, stages=1)
+
+
+def test_rings_and_shared_sequences_take_an_order_too() -> None:
+    """Pairs of nodes that are near each other share a sequence; a ring leaves a bad link out."""
+    rates = tuple(tuple(1e9 if a % 2 == b % 2 else 1e6 for b in range(4)) for a in range(4))
+    made = replace(machine(FAST), network=Network((0, 1, 2, 3), rates, ((1e-5,) * 4,) * 4))
+    found = plan("tiny", made, tokens_per_step=512, micro_batch=2, stages=1, axes=("sequence",), strategies=["zero"])
+    ways = {way.candidate.mesh: way for way in found.search.fastest}
+    shared = ways["data=2,sequence=2"]
+    assert shared.order in ((0, 2, 1, 3), (0, 2, 3, 1))
+    told = json.loads(replace(found, search=replace(found.search, fastest=(shared,))).to_json())
+    rows = [[each or 0.0 for each in row] for row in told["link_bytes"]]
+    # Attention stays between near nodes; replicas of all of them exchange the rest.
+    assert rows[0][2] > rows[0][1] == pytest.approx(rows[0][3]) and told["predicted"]["step_s"] == shared.step_s
+    assert sum(rows[0]) == pytest.approx(told["predicted"]["sent_bytes"])
+    for strategy, order in (("ddp", (0, 2, 1, 3)), ("zero", (0, 1, 2, 3))):
+        bad = planned(machine(FAST, bad=(0, 1)), strategies=[strategy], stages=1, axes=()).best
+        assert bad.order == order or (strategy == "ddp" and bad.order == (0, 3, 1, 2))
+
+
+def test_any_strategy_whose_ranks_wait_for_each_other_has_a_price() -> None:
+    class Measured(dict[str, float]):
+        """All kinds of work are known."""
+
+        def __contains__(self, kind: object) -> bool:
+            return True
+
+        def __missing__(self, kind: str) -> float:
+            return 5e8
+
+    names = priced()
+    assert {"powersgd", "demo", "zeropp", "frontier", "diloco"} <= set(names)
+    found = small(replace(near(FAST), rates=Measured(RATES)), strategies=names, stages=1, axes=("island",))
+    ways = [way.candidate for way in found.search.fastest]
+    refused = [way for ways in found.search.refused.values() for way in ways]
+    plain = {way.strategy for way in [*ways, *refused] if not way.outer}
+    assert plain == {name for name in names if not has_islands(name)}
+    assert not [way for way in refused if not way.outer], found.search.refused
+    assert found.objective.why.startswith("seconds a token")
+    with pytest.raises(ConfigError, match="gossip: its ranks step at their own pace"):
+        small(near(FAST), strategies=["gossip"])
 
 
 def small(made: Machine, model: str = "tiny", **more: object) -> TrainingPlan:
@@ -253,6 +302,14 @@ def test_a_part_lies_on_a_disk_only_where_nothing_fits_in_memory() -> None:
         and "--memory 700mb" in small.best.candidate.flags
     )
     assert small.best.memory_bytes <= 700e6 and any("ddp keeps all" in reason for reason in small.search.refused)
+    assert small.best.terms["peak_rss_bytes"] == small.best.memory_bytes
+    # A process that holds more before it has a model has less room for it, on a disk or not.
+    heavy = planned(replace(made, base_bytes=500e6), strategies=("zero",), memory_bytes=700e6, stages=1).search
+    held = {each.candidate: each.memory_bytes for each in heavy.too_large}
+    assert held[small.best.candidate] == pytest.approx(small.best.memory_bytes + 20e6)
+    assert all(each.memory_bytes <= 700e6 for each in heavy.fastest)
+    with pytest.raises(ConfigError, match="no way to train fits; the least is"):
+        planned(replace(made, base_bytes=690e6), strategies=("zero",), memory_bytes=700e6, stages=1)
     free = planned(made, strategies=("zero",), memory_bytes=1e12, stages=1)
     assert not free.best.candidate.memory and free.best.step_s < small.best.step_s
     with pytest.raises(ConfigError, match="the disk was not measured; nearest: thinwire calibrate --disk FOLDER"):

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 from thinwire.errors import ConfigError, Problems
 from thinwire.layout.mesh import MeshShape
+from thinwire.methods.pipeline import Pipeline, cut
 from thinwire.models import Llama
-from thinwire.models.llama import PRESETS
+from thinwire.models.llama import PRESETS, LlamaConfig
 from thinwire.planner.candidates import AxisSizes, candidates
 from thinwire.planner.command import run_explain
 from thinwire.planner.explain import Explained, explain
 from thinwire.planner.forward import forward_of, layer_and_ends
 from thinwire.planner.options import read_explain
-from thinwire.planner.stages import Grid
+from thinwire.planner.parts import sizes_of
+from thinwire.planner.stages import Grid, stages_of
 from thinwire.report.units import bytes_text
 
 ARGS = [
@@ -60,6 +63,9 @@ def test_activations_are_those_that_torch_keeps() -> None:
     matrices = sum(param.numel() for param in model.model.layers[0].parameters() if param.dim() == 2)
     attention = 2 * 64 * config.hidden_size
     assert layer.operations == 2 * 64 * (matrices + attention)
+    # A fused kernel has the same products.
+    long, _ = layer_and_ends(replace(config, max_position_embeddings=2048), 2048)
+    assert long.operations == 2 * 2048 * (matrices + 2 * 2048 * config.hidden_size)
 
 
 def test_every_strategy_counts_the_activations_of_a_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +92,7 @@ def test_a_cut_loss_keeps_no_logits() -> None:
     found = explained("--stages", "4", "--strategy", "zero", "--loss", "cut")
     whole = explained("--stages", "4", "--strategy", "zero", "--loss", "plain")
     assert found.stages is not None and whole.stages is not None
-    assert found.stages.timeline.peak_bytes[3] < whole.stages.timeline.peak_bytes[3]
+    assert found.stages.peak_bytes[3] < whole.stages.peak_bytes[3]
     assert any(note[:2] == ("--loss cut", "cut") for note in found.notes)
 
 
@@ -101,7 +107,7 @@ def test_tensor_ranks_share_borders_matrices_and_work() -> None:
     layers = [sum(param.numel() for param in found.parts[0]["layers0"].parameters()) for found in (whole, cut)]
     norms = sum(param.numel() for param in cut.parts[0]["layers0"].parameters() if param.dim() == 1)
     assert layers[1] == (layers[0] - norms) // 2 + norms
-    kept = [found.timeline.peak_bytes[0] for found in (whole, cut)]
+    kept = [found.peak_bytes[0] for found in (whole, cut)]
     assert 0.5 * kept[0] < kept[1] < 0.85 * kept[0]
     assert cut.step_s < 0.7 * whole.step_s
     by_mesh = explained(*asked[2:], "--mesh", "pipeline=2,data=2,tensor=2")
@@ -125,13 +131,82 @@ def test_a_step_of_stages_counts_borders_and_the_stage_that_holds_most() -> None
     assert link_s == pytest.approx(8 * (found.stages.sent_bytes(1) + 66) / 20e6, rel=0.01)
     assert found.stages.held == (4, 3, 2, 1) and found.heaviest == {"zero": 0}
     layer, _ = layer_and_ends(PRESETS["demo"], 64)
-    assert found.stages.timeline.peak_bytes[:3] == tuple(held * layer.kept_bytes for held in (4, 3, 2))
+    assert found.stages.peak_bytes[:3] == tuple(held * layer.kept_bytes for held in (4, 3, 2))
     # Micro-batches beyond those that are simulated cost what each one more does.
     longer = explained("--stages", "4", "--micro-batches", "128", "--strategy", "zero", "--pipeline.plan", "1f1b")
     half = explained("--stages", "4", "--micro-batches", "64", "--strategy", "zero", "--pipeline.plan", "1f1b")
     assert longer.stages is not None and half.stages is not None
     assert longer.stages.step_s == pytest.approx(2 * half.stages.step_s, rel=0.1)
     assert longer.stages.link_bytes[0, 1] == 2 * half.stages.link_bytes[0, 1]
+
+
+def test_numbers_that_an_order_does_not_take_are_not_simulated_and_all_that_is_kept_counts() -> None:
+    sizes = ("--nodes", "3", "--stages", "3", "--llama.num-hidden-layers", "6")
+    asked = (*sizes, "--strategy", "zero", "--pipeline.plan")
+    found = explained(*asked, "interleaved", "--micro-batches", "66").stages
+    less = explained(*asked, "interleaved", "--micro-batches", "60").stages
+    assert found is not None and less is not None
+    assert found.step_s == pytest.approx(1.1 * less.step_s, rel=0.02)
+    assert found.link_bytes[0, 1] == pytest.approx(1.1 * less.link_bytes[0, 1])
+    with pytest.raises(ConfigError, match="nearest that works: 66"):
+        explained(*asked, "interleaved", "--micro-batches", "65")
+    layer, _ = layer_and_ends(PRESETS["demo"], 64)
+    whole = explained(*asked, "gpipe", "--micro-batches", "128").stages
+    assert whole is not None and whole.held == (128,) * 3
+    assert whole.peak_bytes[0] == 128 * whole.sizes[0] * layer.kept_bytes
+    # A step of so many micro-batches is long enough to begin as many as may be in flight.
+    slow = ("--pipeline.in-flight", "70", "--micro-batches", "300", "--rate", "1mbit")
+    ahead = explained("--stages", "2", "--nodes", "2", "--strategy", "zero", *slow).stages
+    assert ahead is not None and ahead.held[0] == 70
+
+
+def test_a_tied_weight_costs_its_messages_in_every_prediction() -> None:
+    grid, options = Grid(4, 1, 40e9, rate=2.5e6), Pipeline(plan="1f1b")
+    wide = replace(PRESETS["demo"], vocab_size=8192)
+    tied, untied = (
+        stages_of(skeleton(replace(wide, tie_word_embeddings=is_tied)), options, 4, 8, 1, 64, grid)
+        for is_tied in (True, False)
+    )
+    num_bytes = 4 * 8192 * wide.hidden_size
+    assert tied.tied_bytes == num_bytes and not untied.tied_bytes
+    # The last rank waits for the weight, then the first for the gradient.
+    assert tied.step_s - untied.step_s == pytest.approx(2 * num_bytes / 2.5e6, rel=0.1)
+    assert tied.link_bytes[3, 0] == num_bytes and (3, 0) not in untied.link_bytes
+    assert tied.sent_bytes(0) == untied.sent_bytes(0) + num_bytes
+    # Of more micro-batches than are simulated there is still one.
+    of_many = skeleton(replace(wide, tie_word_embeddings=True))
+    assert stages_of(of_many, options, 4, 128, 1, 64, grid).link_bytes[3, 0] == num_bytes
+    # An end that has no copy elsewhere sends one for a recovery.
+    kept = stages_of(skeleton(replace(wide, tie_word_embeddings=False)), Pipeline(recover="average"), 4, 8, 1, 64, grid)
+    assert kept.link_bytes[0, 1] == pytest.approx(untied.link_bytes[0, 1] + num_bytes)
+
+
+def test_last_messages_of_sequences_are_memory_of_each_border() -> None:
+    asked = ("--stages", "4", "--strategy", "zero", "--pipeline.plan", "1f1b")
+    plain, delta = explained(*asked), explained(*asked, "--pipeline.delta", "True", "--pipeline.delta-mb", "3")
+    assert plain.stages is not None and delta.stages is not None
+    more = [delta.stages.last_messages_bytes(stage) for stage in range(4)]
+    assert more == [3e6, 6e6, 6e6, 3e6] and not plain.last_messages_of("zero")
+    stage = delta.heaviest["zero"]
+    held = [found.stages.memory_bytes(stage, plain.plans["zero"]) for found in (plain, delta) if found.stages]
+    assert held[1] - held[0] == more[stage] == delta.last_messages_of("zero")
+
+
+def skeleton(config: LlamaConfig) -> Llama:
+    with torch.device("meta"):
+        return Llama(config)
+
+
+@pytest.mark.parametrize("head", ["last", "first"])
+def test_the_cut_that_is_priced_is_that_of_the_run(head: Any) -> None:
+    config = replace(PRESETS["tiny"], vocab_size=2048, num_hidden_layers=8, max_position_embeddings=2048)
+    options = Pipeline(head=head)
+    sizes = {length: sizes_of(skeleton(config), options, 2, length, 1) for length in (8, 2048)}
+    model = Llama(config)
+    for length, found in sizes.items():
+        assert cut(model, 2, head=head, seq_len=length).sizes == found
+    # Attention grows with the square of the tokens, and the head does not.
+    assert sizes[8] != sizes[2048]
 
 
 def test_replicas_on_one_node_share_its_link() -> None:
@@ -199,6 +274,10 @@ def test_tensor_ranks_are_searched_with_the_stages_and_stay_on_a_machine() -> No
     ways = {(priced.candidate.stages, priced.candidate.tensor): priced for priced in reversed(found.search.fastest)}
     # Two key-value heads.
     assert ways.keys() == set(product((1, 2, 4), (1, 2)))
+    # With as many as other heads, a machine's two ranks are the limit.
+    small = ("--nodes", "4", "--local-size", "2", "--llama.num-key-value-heads", "4")
+    heads = explained("--stages", "auto", "--tensor", "auto", *small, *ONE_ORDER, "--local-rate", "100gbit").search
+    assert heads is not None and {priced.candidate.tensor for priced in heads.fastest} == {1, 2}
     # A sum over tensor ranks takes its time: on links inside that are 5,000 times slower nothing is cut so.
     slow = explained(*auto, "--local-rate", "20mbit").search
     assert slow is not None and slow.fastest[0].candidate.tensor == 1
@@ -217,6 +296,7 @@ def test_tensor_ranks_are_searched_with_the_stages_and_stay_on_a_machine() -> No
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--workers", "4"], "--workers: the ranks are --nodes times --local-size; nearest: --local-size"),
         (["--tensor", "auto"], "--tensor auto is found beside the stages; nearest: --stages auto --tensor auto"),
         (["--stages", "auto", "--memory-gb", "0.001"], r"no way to train fits; the least is .* MB"),
         (["--stages", "five"], "--stages five: must be a whole number from 1 to 10,000, or auto"),

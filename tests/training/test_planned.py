@@ -15,18 +15,25 @@ from thinwire.report.page import plan_table
 from thinwire.report.run import read_run
 from thinwire.run.config import TrainConfig, range_errors
 from thinwire.training import planned
-from thinwire.training.planned import Planned, read_plan
+from thinwire.training.planned import Planned, other_nodes, read_plan
 
-RANKS: Any = SimpleNamespace(rank=0, world_size=3)
+HOSTS = ["a", "b", "c"]
+RANKS: Any = SimpleNamespace(rank=0, world_size=3, broadcast_=lambda x: x, wait=lambda x: x)
 
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A plan with links of 100 Mbit/s, made elsewhere; the run's directory is a folder beside it."""
     monkeypatch.setattr(planned, "all_on_this_machine", lambda world_size: False)
+    monkeypatch.setattr(planned, "of_all_ranks", lambda mine, what: HOSTS)
+    monkeypatch.setattr(planned, "told_by_first", lambda mine, what: mine)
     rates = [[None if a == b else 12.5e6 for b in range(3)] for a in range(3)]
     path, run_dir = tmp_path / "plan.json", tmp_path / "run"
-    path.write_text(json.dumps({"rates": rates, "order": [0, 2, 1], "predicted": {"step_s": 1.0}}))
+    # Nothing travels between 1 and 2, and little from 2 to 0.
+    carried = [[0.0, 5e6, 5e6], [5e6, 0.0, 0.0], [1e3, 0.0, 0.0]]
+    path.write_text(json.dumps(
+        {"rates": rates, "order": [0, 2, 1], "predicted": {"step_s": 1.0}, "link_bytes": carried}
+    ))  # fmt: skip
     run_dir.mkdir()
     (run_dir / "summary.json").write_text('{"step_s": 1.5}')
     return path
@@ -37,23 +44,49 @@ def config(path: Path, run_dir: Path | None = None, **more: Any) -> TrainConfig:
 
 
 def test_links_that_have_changed_are_named(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Places 0 and 1, which are ranks 0 and 2.
-    now = tuple(tuple(1.25e6 if (a, b) == (0, 1) else 10e6 for b in range(3)) for a in range(3))
-    monkeypatch.setattr(planned, "measured_rates", lambda comm: Network((0, 1, 2), now, ((0.0,) * 3,) * 3))
+    # Places 0 and 1 are ranks 0 and 2. The others are a fifth slower.
+    now = tuple(tuple(1.25e6 if {a, b} != {0, 2} else 10e6 for b in range(3)) for a in range(3))
+    asked: list[Any] = []
+
+    def rates(comm: Any, wanted: Any) -> Network:
+        asked.append(wanted)
+        return Network((0, 1, 2), now, ((0.0,) * 3,) * 3)
+
+    monkeypatch.setattr(planned, "measured_rates", rates)
     warnings: list[str] = []
     found = Planned(config(plan, order=(0, 2, 1)), RANKS, warnings.append)
     assert len(warnings) == 1 and "the link 0 to 2 has drifted since it was made: 100 Mbit/s" in warnings[0]
-    assert found.content["drifted"] == [[0, 2, 12.5e6, 1.25e6]]
+    assert [list(each) for each in found.content["drifted"]] == [[0, 2, 12.5e6, 1.25e6]]
+    # Only what the plan uses is measured, by the run's ranks.
+    assert asked == [{(0, 1), (0, 2), (1, 0), (2, 0)}]
     page = plan_table(read_run(plan.parent / "run"))
     assert "0 to 2" in page and "-90 %" in page and "<td>step_s</td><td>1 s</td><td>1.50 s</td><td>50 %</td>" in page
 
 
 def test_a_fresh_plan_and_loopback_are_not_measured(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "measured_rates", lambda comm: pytest.fail("measured"))
+    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted: pytest.fail("measured"))
     own = plan.rename(plan.parent / "run" / "plan.json")
     assert Planned(config(own, own.parent), RANKS, print).is_fresh
     monkeypatch.setattr(planned, "all_on_this_machine", lambda world_size: True)
     assert Planned(config(own.rename(plan)), RANKS, print).content["drifted"] == []
+
+
+def test_a_plan_of_other_nodes_is_refused(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted: Network.even(3, 12.5e6))
+    content = json.loads(plan.read_text()) | {"nodes": [0, 1, 2], "names": ["a", "c", "b"]}
+    plan.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"made for the nodes a, c, b, .* on a, b, c; nearest: start the nodes in th"):
+        Planned(config(plan), RANKS, print)
+    # Places 1 and 2 are ranks 2 and 1. Nodes that share a name are emulated, and some plans have no names.
+    assert not Planned(config(plan, order=(0, 2, 1)), RANKS, print).content["drifted"]
+    assert not other_nodes(content, ["d", "d", "d"]) and not other_nodes({**content, "names": ["d"] * 3}, HOSTS)
+    assert not other_nodes({"nodes": [0, 1, 2]}, HOSTS) and other_nodes(content, ["a", "c", "d"])
+    assert not other_nodes({"nodes": [0, 0, 0], "names": ["d"] * 3}, ["a"] * 3)
+    # A run that goes on elsewhere has its plan in its own folder.
+    warnings: list[str] = []
+    own = plan.rename(plan.parent / "run" / "plan.json")
+    assert Planned(config(own, own.parent), RANKS, warnings.append).is_fresh
+    assert len(warnings) == 1 and "made for the nodes a, c, b" in warnings[0]
 
 
 def test_what_is_no_plan_of_this_run_is_refused(plan: Path) -> None:
@@ -61,6 +94,9 @@ def test_what_is_no_plan_of_this_run_is_refused(plan: Path) -> None:
         read_plan(TrainConfig(plan=str(plan), workers=2))
     with pytest.raises(ConfigError, match="no plan can be read there"):
         read_plan(TrainConfig(plan=str(plan.parent / "none.json")))
+    (broken := plan.parent / "broken.json").write_text('{"rates": [[null]], "predicted": {}, "link_bytes": [[0]]}')
+    with pytest.raises(ConfigError, match="no plan can be read there"):
+        read_plan(TrainConfig(plan=str(broken)))
     for order, near in (((0, 1), "0 1 2"), ((1, 0, 2), "0 1 2"), ((0, 2, 2), "0 2 1")):
         (told,) = range_errors(TrainConfig(order=order, workers=3))
         assert told.endswith(f"nearest: --order {near}")

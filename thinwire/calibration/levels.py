@@ -10,7 +10,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from thinwire.calibration.links import NUM_PROBES, PROBE_S, REST_S, bucket_of
+from thinwire.calibration.growth import REST_S, bucket_of, grown
+from thinwire.calibration.links import NUM_PROBES
 from thinwire.calibration.work import PRODUCT_S, seconds_of
 from thinwire.codecs import Identity
 from thinwire.collectives import Communicator
@@ -25,8 +26,8 @@ from thinwire.models.moe import swiglu
 
 # Messages that can be under way beside one: more would wait for their turn, and for what a link takes.
 NUM_MESSAGES, NUM_TURNS = NUM_SLOTS - 1, 5
-# fp32 elements for each rank.
-SMALLEST, LARGEST = 1 << 12, 1 << 20
+# fp32 elements for each rank, at most.
+LARGEST = 1 << 20
 # Experts and their sizes [experts, inner, hidden], and the rows of a short and a long product.
 EXPERTS, NUM_ROWS = (2, 512, 256), (64, 512)
 JOBS: dict[str, Callable[[Link, Tensor, list[int]], Rounds[Tensor]]] = {
@@ -61,11 +62,18 @@ def measure_links(
     ):
         if len(members) > 1:
             # All operations move as much at once as an all-to-all does in PROBE_S.
-            num = SMALLEST
-            while num < LARGEST and _seconds(comm, members, ALL_TO_ALL, num) < PROBE_S:
-                num *= 4
+            num = _elements(comm, members)
             lines |= {(operation, level): _line(comm, members, operation, num) for operation in operations}
     return Links(lines, _product(comm, experts), _message_s(comm))
+
+
+def _elements(comm: Communicator, members: Sequence[int]) -> int:
+    """fp32 elements for each rank of an all-to-all that is long enough to tell a rate."""
+
+    def probe(sizes: dict[str, int]) -> dict[str, float]:
+        return {name: _seconds(comm, members, ALL_TO_ALL, num_bytes // 4) for name, num_bytes in sizes.items()}
+
+    return grown(probe, probe({ALL_TO_ALL: 4}), 4 * LARGEST)[0][ALL_TO_ALL] // 4
 
 
 def _line(comm: Communicator, members: Sequence[int], operation: str, num: int) -> Line:

@@ -2,88 +2,121 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Communicator
+from thinwire.calibration.growth import LARGEST_BYTES, LEAST_S, PROBE_S, REST_S, SMALLEST_BYTES, bucket_of, grown
+from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.cost import Network, Traffic
 
-# Long enough that the buffers of a link, which swallow the first part at once, do not decide.
-PROBE_S, SMALLEST_BYTES, LARGEST_BYTES = 0.1, 1 << 14, 1 << 24
-# So long no byte is sent before a probe: the buckets that limit rates have filled again.
-REST_S = 0.05
-# Times that nothing measures, on one machine.
-LEAST_S = 1e-6
 NUM_PROBES = 2
-NUM_SHARED = 4
+NUM_SHARED, NUM_ALONE = 4, 3
 
 Pairs = list[tuple[int, int]]
+Table = tuple[tuple[float, ...], ...]
 
 
-def rounds_of_pairs(num_ranks: int) -> list[Pairs]:
-    """All pairs of ranks, each once. No rank is in two pairs of a round: n - 1 rounds for even n, n for odd n."""
-    seats: list[int | None] = [*range(num_ranks), *([None] if num_ranks % 2 else [])]
-    rounds = []
+def rounds_of_pairs(num: int, wanted: Collection[tuple[int, int]] | None = None) -> list[Pairs]:
+    """All pairs of numbers below `num`, each once, in rounds in which none is in two pairs.
+
+    There are num - 1 rounds for an even number, num for an odd one. wanted: the pairs that count, (lower, higher), in
+    as few rounds as the first that fits gives.
+    """
+    seats: list[int | None] = [*range(num), *([None] if num % 2 else [])]
+    rounds: list[tuple[Pairs, set[int]]] = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
-        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        for a, b in zip(seats[:half], reversed(seats[half:]), strict=True):
+            if a is None or b is None:
+                continue
+            pair = (min(a, b), max(a, b))
+            if wanted is not None and pair not in wanted:
+                continue
+            place = next((each for each in rounds if each[1].isdisjoint(pair)), None)
+            if place is None:
+                rounds.append(place := ([], set()))
+            place[0].append(pair)
+            place[1].update(pair)
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return rounds
+    return [pairs for pairs, _ in rounds]
 
 
-def bucket_of(num_bytes: float, once_s: float, twice_s: float, delay_s: float) -> tuple[float, float]:
-    """Rate and burst of a token bucket through which n bytes pass in once_s seconds and 2 n bytes in twice_s.
+def rounds_on(grid: Topology, wanted: Collection[tuple[int, int]] | None = None) -> Iterator[Pairs]:
+    """Yield rounds of pairs of ranks that don't share a link: first ranks of two nodes, then ranks inside nodes.
 
-    rate = n / (t(2 n) - t(n)), in bytes per second; burst = n / rate - (t(n) - delay), in seconds at that rate. A burst
-    only raises the mean rate, so a rate above 2 n / t(2 n) can only be noise of the clock and is cut to it.
+    Ranks of a node share its link, so no node is in two pairs of a round, and one pair stands for all between two
+    nodes. wanted: pairs of ranks, of which at least one must be on the way; None: all.
     """
-    rate = num_bytes / max(LEAST_S, twice_s - once_s, (twice_s - delay_s) / 2)
-    return rate, max(0.0, num_bytes / rate - (once_s - delay_s))
+    num, local = grid.num_nodes, grid.local_size
+    nodes = None
+    if wanted is not None:
+        between = {(grid.node(a), grid.node(b)) for a, b in wanted}
+        nodes = {(min(pair), max(pair)) for pair in between if pair[0] != pair[1]}
+    for pairs in rounds_of_pairs(num, nodes):
+        yield [(grid.rank(a, 0), grid.rank(b, 0)) for a, b in pairs]
+    for pairs in rounds_of_pairs(local):
+        inside = [(grid.rank(node, a), grid.rank(node, b)) for node in range(num) for a, b in pairs]
+        if left := [pair for pair in inside if wanted is None or pair in wanted or pair[::-1] in wanted]:
+            yield left
 
 
-def measured_rates(comm: Communicator) -> Network:
-    """Rates and delays between all ranks, in both directions, equal on all ranks. A collective.
+def measured_rates(comm: Communicator, wanted: Collection[tuple[int, int]] | None = None) -> Network:
+    """Rates and delays between the ranks, in both directions, equal on all ranks. A collective; see `probed`."""
+    return probed(comm, wanted)[0]
 
-    In each round, pairs of ranks send to each other in turns. Messages grow until they take PROBE_S. The delay is the
-    time of a short message. Rates follow by `bucket_of`; the burst is the median over the links. The faster of two
-    probes counts, because other work on a machine only slows them.
+
+def probed(comm: Communicator, wanted: Collection[tuple[int, int]] | None = None) -> tuple[Network, Table]:
+    """Rates and delays between the ranks, in both directions, and how much they scatter, equal on all ranks.
+
+    In each round, pairs of ranks that share no link send to each other in turns. Messages grow until they take PROBE_S
+    longer than a short one, whose time is the delay. Rates follow by `bucket_of`; the burst is the median over the
+    links. The faster of two probes counts, because other work on a machine only slows them. The scatter of a link is
+    what its slower probe of the longest message took beyond the faster one, as a share of it. A collective.
+
+    wanted: pairs of ranks whose links are measured, the same on all ranks; others are without limit. None: all.
     """
-    size = comm.world_size
-    rates = [[float("inf")] * size for _ in range(size)]
-    delays = [[0.0] * size for _ in range(size)]
+    size, grid = comm.world_size, comm.topology
+    rates, delays, scatter = ([[each] * size for _ in range(size)] for each in (float("inf"), 0.0, 0.0))
     bursts = []
-    for pairs in rounds_of_pairs(size):
+    for pairs in rounds_on(grid, wanted):
         peer = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
-        num_bytes = dict.fromkeys(peer, SMALLEST_BYTES)
-        shorts = _fastest(comm, peer, dict.fromkeys(peer, 1))
-        once: dict[int, float] = {}
-        while growing := [rank for rank in peer if rank not in once]:
-            took_s = _swap(comm, peer, {rank: num_bytes[rank] if rank in growing else 1 for rank in peer})
-            for rank in growing:
-                slower_s = max(float(took_s[rank]), float(took_s[peer[rank]]))
-                if slower_s > PROBE_S or num_bytes[rank] >= LARGEST_BYTES:
-                    once[rank] = float(took_s[rank])
-                else:
-                    num_bytes[rank] *= 4 if slower_s < PROBE_S / 4 else 2
-        again_s = _swap(comm, peer, num_bytes)
-        twice_s = _fastest(comm, peer, {rank: 2 * num for rank, num in num_bytes.items()})
+
+        def took(sizes: dict[int, int], peer: dict[int, int] = peer) -> dict[int, float]:
+            seconds = _swap(comm, peer, sizes)
+            return {rank: float(seconds[rank]) for rank in peer}
+
+        shorts = _repeated(comm, peer, dict.fromkeys(peer, 1)).amin(0)
+        num_bytes, once = grown(took, {rank: float(shorts[rank]) for rank in peer})
+        again = took(num_bytes)
+        twice_s = _repeated(comm, peer, {rank: 2 * num for rank, num in num_bytes.items()})
         for rank, other in peer.items():
-            delay_s = float(shorts[rank])
-            rate, burst_s = bucket_of(
-                num_bytes[rank], min(once[rank], float(again_s[rank])), float(twice_s[rank]), delay_s
-            )
-            rates[other][rank], delays[other][rank] = rate, delay_s
+            delay_s, fastest_s = float(shorts[rank]), float(twice_s[:, rank].min())
+            rate, burst_s = bucket_of(num_bytes[rank], min(once[rank], again[rank]), fastest_s, delay_s)
             bursts.append(burst_s)
-    nodes = tuple(comm.topology.node(rank) for rank in range(size))
-    return Network(nodes, _rows(rates), _rows(delays), median(bursts) if bursts else 0.0)
+            for source, target in _stands_for(grid, other, rank):
+                rates[source][target], delays[source][target] = rate, delay_s
+                scatter[source][target] = float(twice_s[:, rank].max()) / max(LEAST_S, fastest_s) - 1
+    nodes = tuple(grid.node(rank) for rank in range(size))
+    network = Network(nodes, _rows(rates), _rows(delays), median(bursts) if bursts else 0.0)
+    return network, _rows(scatter)
+
+
+def _stands_for(grid: Topology, source: int, target: int) -> Iterator[tuple[int, int]]:
+    """The pairs of ranks whose messages take the same link: one between two nodes stands for all between these."""
+    a, b = grid.node(source), grid.node(target)
+    if a == b:
+        yield source, target
+        return
+    for one, other in itertools.product(range(grid.local_size), repeat=2):
+        yield grid.rank(a, one), grid.rank(b, other)
 
 
 def shared_rates(comm: Communicator, alone: Network) -> tuple[float, float]:
@@ -97,7 +130,10 @@ def shared_rates(comm: Communicator, alone: Network) -> tuple[float, float]:
     if size == 1:
         return 1.0, float("inf")
     slowest = min(alone.rates[a][b] for a, b in alone.pairs)
-    num_bytes = int(min(LARGEST_BYTES // size, max(SMALLEST_BYTES, slowest * (PROBE_S + alone.burst_s))))
+    # As many messages share a node's link; together they take as long as NUM_ALONE that are probed alone.
+    sharing = max(NUM_ALONE, comm.topology.local_size**2 * (comm.topology.num_nodes - 1))
+    each = NUM_ALONE / sharing * slowest * (PROBE_S + alone.burst_s)
+    num_bytes = int(min(LARGEST_BYTES // size, max(SMALLEST_BYTES, each)))
     own = torch.zeros(num_bytes, dtype=torch.uint8)
     told = [_spread_s(comm, own) for _ in range(NUM_SHARED)]
     took_s = min(float(seconds.max()) for seconds, _ in told)
@@ -135,8 +171,9 @@ def _spread(link: Link, packet: Tensor) -> Rounds[None]:
     yield from round_.finish()
 
 
-def _fastest(comm: Communicator, peer: dict[int, int], num_bytes: dict[int, int]) -> Tensor:
-    return torch.stack([_swap(comm, peer, num_bytes) for _ in range(NUM_PROBES)]).min(0).values
+def _repeated(comm: Communicator, peer: dict[int, int], num_bytes: dict[int, int]) -> Tensor:
+    """Seconds of each probe, fp64 [NUM_PROBES, world_size]."""
+    return torch.stack([_swap(comm, peer, num_bytes) for _ in range(NUM_PROBES)])
 
 
 def _swap(comm: Communicator, peer: dict[int, int], num_bytes: dict[int, int]) -> Tensor:
@@ -167,5 +204,5 @@ def _one_way(link: Link, peer: dict[int, int], num_bytes: dict[int, int], upward
     yield from round_.finish()
 
 
-def _rows(table: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+def _rows(table: Sequence[Sequence[float]]) -> Table:
     return tuple(map(tuple, table))

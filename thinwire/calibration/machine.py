@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from thinwire.calibration.links import measured_rates, shared_rates
-from thinwire.calibration.work import NUM_LEAST, Probe, probes, seconds_of
+from thinwire.calibration.links import probed, shared_rates
+from thinwire.calibration.work import NUM_LEAST, Probe, probes, repeated
 from thinwire.collectives import Communicator
 from thinwire.cost import Cores, Machine
 from thinwire.cost.graph import CARRY, ROUND
@@ -69,12 +70,12 @@ def calibrate(
     hosts, names, cores, num_local = _places(comm)
     memory = -_largest(comm, -device.memory_bytes(num_local))
     say("measuring links ...")
-    network = measured_rates(comm)
+    network, scatter = probed(comm)
     share, carried = shared_rates(comm, network)
     say("measuring computing and packing ...")
     found = probes(layers, dtypes, codecs, device)
     is_first = hosts.index(hosts[comm.rank]) == comm.rank
-    alone, busy = _alone(comm, found, is_first)
+    alone, counts, busy = _alone(comm, found, is_first)
     if device.kind == "cpu" and busy < LEAST_BUSY:
         say(
             f"warning: a rank that should compute without a pause got a core for {busy:.0%} of the time. Other "
@@ -83,7 +84,7 @@ def calibrate(
     slowdown = _together(comm, found[0], float(alone[comm.rank, 0]))
     # Of each machine's first rank, for all of its ranks.
     own = torch.stack([alone[hosts.index(host)] for host in hosts])
-    typical = own.median(0).values
+    typical = own.quantile(0.5, dim=0)
     speeds = tuple(float(typical[0] / seconds) for seconds in own[:, 0])
     rates = {probe.kind: probe.amount / float(seconds) for probe, seconds in zip(found, typical, strict=True)}
     rates |= fitted({probe.kind: (probe.amount, float(seconds)) for probe, seconds in zip(found, typical, strict=True)})
@@ -98,6 +99,7 @@ def calibrate(
         names, network, replace(made, contention=contention), rates, threads, share, speeds,
         memory_bytes=memory, base_bytes=_largest(comm, base), disk=_disk(comm, folder, is_first),
         measured_at=datetime.now().astimezone().isoformat(timespec="seconds"), device=device.name,
+        scatter=scatter, repeats={probe.kind: num for probe, num in zip(found, counts, strict=True)},
     )  # fmt: skip
 
 
@@ -153,16 +155,19 @@ def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple
     return hosts, names, cores, marks.count(mark)
 
 
-def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[Tensor, float]:
+def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[Tensor, list[int], float]:
     """Seconds of each probe on the first rank of each machine, fp64 [world_size, probes]; zeros for the other ranks.
 
-    Also the smallest share of that time in which such a rank had a core.
+    Also the number of repeats of each, the fewest of any machine, and the smallest share of that time in which such a
+    rank had a core.
     """
     comm.barrier()
     start, start_cpu_s = time.perf_counter(), time.process_time()
-    own = [seconds_of(probe.run) for probe in found] if is_first else [0.0] * len(found)
+    runs = [repeated(probe.run) for probe in found] if is_first else []
     busy = (time.process_time() - start_cpu_s) / (time.perf_counter() - start) if is_first else 1.0
-    return _gathered(comm, own), float(_gathered(comm, [busy]).min())
+    own = [median(each) for each in runs] or [0.0] * len(found)
+    counts = _gathered(comm, [len(each) for each in runs] or [math.inf] * len(found)).amin(0)
+    return _gathered(comm, own), [int(num) for num in counts.tolist()], float(_gathered(comm, [busy]).min())
 
 
 def _together(comm: Communicator, probe: Probe, alone_s: float) -> float:

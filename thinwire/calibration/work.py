@@ -39,7 +39,12 @@ class Probe:
 
 
 def seconds_of(run: Callable[[], object], longest_s: float = LONGEST_S) -> float:
-    """Median seconds of NUM_REPEATS runs, after two to warm up; of fewer, at least NUM_LEAST, past longest_s."""
+    """Median seconds of a run; see `repeated`."""
+    return median(repeated(run, longest_s))
+
+
+def repeated(run: Callable[[], object], longest_s: float = LONGEST_S) -> list[float]:
+    """Seconds of each of NUM_REPEATS runs, after two to warm up; of fewer, at least NUM_LEAST, past longest_s."""
     for _ in range(2):
         run()
     found: list[float] = []
@@ -48,7 +53,7 @@ def seconds_of(run: Callable[[], object], longest_s: float = LONGEST_S) -> float
         start = time.perf_counter()
         run()
         found.append(time.perf_counter() - start)
-    return median(found)
+    return found
 
 
 def matrix_flops(dtype: torch.dtype, device: Device) -> float:
@@ -69,12 +74,22 @@ def matrix_flops(dtype: torch.dtype, device: Device) -> float:
 def probes(layers: Iterable[LlamaConfig], dtypes: Iterable[str], codecs: Iterable[str], device: Device) -> list[Probe]:
     """The work of a step. layers: sizes of models of which one layer is timed. dtypes: "fp32" or "bf16"."""
     found = [layer_probe(config, dtype, device, num) for dtype in dtypes for config in layers for num in NUM_SEQUENCES]
-    source, target = (torch.ones(COPIED_BYTES // 4) for _ in range(2))
-    found.append(Probe("copy", 2 * COPIED_BYTES, partial(target.copy_, source)))
-    x = torch.randn(PACKED_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    source, target = (torch.ones(COPIED_BYTES // 4, device=device.torch) for _ in range(2))
+    found.append(Probe("copy", 2 * COPIED_BYTES, waited(device, partial(target.copy_, source))))
+    x = torch.randn(PACKED_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(device.torch)
     for text in codecs:
-        found += codec_probes(read(text), x)
+        found += codec_probes(read(text), x, device)
     return found
+
+
+def waited(device: Device, run: Callable[[], object]) -> Callable[[], None]:
+    """The same work, until the device has done it."""
+
+    def done() -> None:
+        run()
+        device.synchronize()
+
+    return done
 
 
 def layer_probe(config: LlamaConfig, dtype: str, device: Device, num_sequences: int) -> Probe:
@@ -112,9 +127,9 @@ def pass_seconds(model: nn.Module, num_sequences: int, seq_len: int, dtype: str,
     return seconds
 
 
-def codec_probes(codec: Codec, x: Tensor) -> Iterable[Probe]:
-    """Encoding and decode-adding; the amount is in bytes of packets."""
+def codec_probes(codec: Codec, x: Tensor, device: Device) -> Iterable[Probe]:
+    """Encoding and decode-adding where the tensor lies; the amount is in bytes of packets."""
     packet = codec.encode(x)
     total = torch.zeros_like(x)
-    yield Probe(f"encode {codec}", packet.numel(), lambda: codec.encode(x, out=packet))
-    yield Probe(f"decode {codec}", packet.numel(), lambda: codec.decode_add(packet, total))
+    yield Probe(f"encode {codec}", packet.numel(), waited(device, lambda: codec.encode(x, out=packet)))
+    yield Probe(f"decode {codec}", packet.numel(), waited(device, lambda: codec.decode_add(packet, total)))

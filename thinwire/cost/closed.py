@@ -56,9 +56,9 @@ def ring_s(ranks: Sequence[int], network: Network, num_bytes: float) -> float:
     n = len(ranks)
     if n < 2:
         return 0.0
-    links = [(ranks[i], ranks[(i + 1) % n]) for i in range(n)]
-    rate = min(network.rates[a][b] for a, b in links)
-    delay_s = max(network.delays_s[a][b] for a, b in links)
+    rates, delays_s = network.rates, network.delays_s
+    links = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+    rate, delay_s = min([rates[a][b] for a, b in links]), max([delays_s[a][b] for a, b in links])
     return 2 * (n - 1) * (num_bytes / n / rate + delay_s)
 
 

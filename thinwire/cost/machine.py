@@ -36,7 +36,7 @@ class Machine:
         threads: of each rank's training thread.
         rates: amount per second of each kind of Work on one rank alone; layers, such as "layer 256 fp32", in
             floating-point operations.
-        speeds: of each rank, divided by the mean.
+        speeds: of each rank, as a multiple of that in `rates`, which is the median rank's.
         memory_bytes: of one rank.
         base_bytes: memory of a process before it has a model.
         disk: bytes per second written and read.
@@ -45,6 +45,9 @@ class Machine:
         kernels: of products of matrices on rank 0, by type: operations and bytes per second, and seconds of a launch;
             see `Roofline`.
         latencies_ns: of a load on rank 0, as (bytes that are walked through, nanoseconds).
+        scatter: of each link, what the slower of its probes took beyond the faster one, as a share of it; empty: not
+            known.
+        repeats: of each kind of work in `rates`, the number of timed runs of which the median was taken.
     """
 
     names: tuple[str, ...]
@@ -61,6 +64,8 @@ class Machine:
     device: str = ""
     kernels: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     latencies_ns: tuple[tuple[float, float], ...] = ()
+    scatter: tuple[tuple[float, ...], ...] = ()
+    repeats: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -85,7 +90,9 @@ class Machine:
         if not work.amount:
             return 0.0
         if work.kind not in self.rates:
-            raise ConfigError(f"machine of {self.num_ranks} ranks: {work.kind!r} was not measured; calibrate it anew")
+            way, _, what = work.kind.partition(" ")
+            near = f"thinwire calibrate --codecs {what}" if way in ("encode", "decode") else "calibrate it anew"
+            raise ConfigError(f"machine of {self.num_ranks} ranks: {work.kind!r} was not measured; nearest: {near}")
         return work.amount / (self.rates[work.kind] * (self.speeds[rank] if self.speeds else 1.0))
 
     def layer(self, width: int, dtype: str, kind: str = LAYER) -> str:
@@ -117,6 +124,7 @@ class Machine:
             network=Network(nodes, rows(net.rates), rows(net.delays_s), net.burst_s),
             cores=Cores(tuple(left.index(host) for host in hosts), num, self.cores.contention),
             speeds=tuple(self.speeds[rank] for rank in ranks) if self.speeds else (),
+            scatter=rows(self.scatter) if self.scatter else (),
         )  # fmt: skip
 
     def to_json(self) -> str:

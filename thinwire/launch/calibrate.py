@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 from thinwire.cost import Machine
 from thinwire.cost.graph import ROUND
@@ -36,12 +37,15 @@ class CalibrateConfig:
     dtypes: tuple[str, ...] = ("fp32",)
     """Compute types to time: fp32, bf16 or both."""
     codecs: tuple[str, ...] = ()
-    """Codecs to time; by default those that `thinwire plan` chooses from."""
+    """Codecs to time beside those of the strategies that `thinwire plan` chooses from."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What is measured, as for `thinwire train`: cuda, a GPU for each worker, or cpu; auto takes cuda where there is a
+    GPU for every worker."""
     disk: str | None = None
     """Folder on the disk to measure too, with a file of 64 MB."""
     kernels: bool = False
     """Also measure products of matrices by type and shape, with random values and with zeros, and the latency of each
-    cache, on rank 0."""
+    cache of the processor, on rank 0."""
     workers: int = 1
     """Worker processes on this machine."""
     local_size: int | None = None
@@ -73,7 +77,9 @@ def run_calibrate(args: Sequence[str]) -> int:
 def check(config: CalibrateConfig, problems: Problems) -> None:
     """Note everything that can't work."""
     from thinwire.codecs.grammar import read
+    from thinwire.device import choose
 
+    problems.note(choose, config.device, int(os.environ.get("LOCAL_WORLD_SIZE", config.workers)))
     for name, lowest in (("workers", 1), ("nodes", 1), ("node", 0)):
         if getattr(config, name) < lowest:
             problems.messages.append(f"--{name} {getattr(config, name)}: must be at least {lowest}; nearest: {lowest}")
@@ -132,16 +138,21 @@ def measure(config: CalibrateConfig) -> int:
     from thinwire.calibration.machine import CODECS
     from thinwire.calibration.reach import all_on_this_machine
     from thinwire.collectives import Communicator
+    from thinwire.device import choose, take
     from thinwire.launch.machine import threads_per_worker
     from thinwire.models import PRESETS as SIZES
 
-    threads, why = threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads, why = threads_per_worker(num_workers)
     torch.set_num_threads(threads)
+    kind, why_device = choose(config.device, num_workers)
+    device = take(kind, int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=config.timeout)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     ranks, lines = reached_ranks(config, store, rank, world_size)
     if rank == 0:
-        print(f"threads per rank: {threads} ({why})", *lines, sep="\n", flush=True)
+        shown = f"--device {config.device}: {device.name}" + (f" ({why_device})" if why_device else "")
+        print(f"threads per rank: {threads} ({why})", shown, *lines, sep="\n", flush=True)
     if rank not in ranks:
         return 0
     own = dist.PrefixStore("thinwire/calibrate", store)
@@ -149,14 +160,14 @@ def measure(config: CalibrateConfig) -> int:
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
     machine = calibrate(
         comm, layers=[replace(SIZES[name], num_hidden_layers=1, vocab_size=257) for name in config.models],
-        dtypes=config.dtypes, codecs=config.codecs or CODECS, folder=config.disk,
+        dtypes=config.dtypes, codecs=dict.fromkeys((*CODECS, *config.codecs)), device=device, folder=config.disk,
         say=lambda what: print(what, flush=True) if comm.rank == 0 else None,
     )  # fmt: skip
     if comm.rank == 0:
         told: list[str] = []
         if config.kernels:
             print("measuring products and caches ...", flush=True)
-            machine, told = with_kernels(machine)
+            machine, told = with_kernels(machine, device)
         Path(config.out).write_text(machine.to_json())
         print(*lines_on(machine), *told, *lines, sep="\n")
         if all_on_this_machine(comm.world_size):
@@ -187,14 +198,13 @@ def reached_ranks(config: CalibrateConfig, store: Any, rank: int, world_size: in
     return ranks, lines
 
 
-def with_kernels(machine: Machine) -> tuple[Machine, list[str]]:
-    """The machine with what products and caches of this process take, and lines about them."""
+def with_kernels(machine: Machine, device: Any) -> tuple[Machine, list[str]]:
+    """The machine with what products on a device and caches of the processor take, and lines about them."""
     from dataclasses import astuple, replace
 
     from thinwire.calibration.kernels import latencies_ns, products, rooflines
-    from thinwire.device import Device
 
-    found, caches = list(products(("float32", "bfloat16"), Device())), latencies_ns()
+    found, caches = list(products(("float32", "bfloat16"), device)), latencies_ns()
     fits = rooflines(found)
     lines = [f"{'product':<28} {'random':>14} {'zeros':>14}   GFLOP/s"]
     for own, zeros in zip(found[::2], found[1::2], strict=True):
@@ -207,13 +217,15 @@ def with_kernels(machine: Machine) -> tuple[Machine, list[str]]:
             f"  {name}: max(operations / {fit.flops / 1e9:.4g} G, bytes / {fit.rate / 1e9:.4g} G) + "
             f"{1e6 * fit.launch_s:.3g} us"
         )
-    lines.append("a load: " + ", ".join(f"{size >> 10} KiB {ns:.3g} ns" for size, ns in caches))
+    lines.append("a load of the processor: " + ", ".join(f"{size >> 10} KiB {ns:.3g} ns" for size, ns in caches))
     kernels = {name: astuple(fit) for name, fit in fits.items()}
     return replace(machine, kernels=kernels, latencies_ns=tuple(caches)), lines
 
 
 def lines_on(machine: Machine) -> list[str]:
     """The measurements as lines of text."""
+    from thinwire.calibration.work import NUM_REPEATS
+
     network, ranks = machine.network, range(machine.num_ranks)
     lines = ["Mbit/s from (row) to (column):"]
     for a in ranks:
@@ -222,10 +234,20 @@ def lines_on(machine: Machine) -> list[str]:
     delays = [network.delays_s[a][b] for a, b in network.pairs]
     if delays:
         lines.append(f"delays {1e3 * min(delays):.2g} to {1e3 * max(delays):.2g} ms; bursts {network.burst_s:.2g} s")
+        if machine.scatter:
+            spread = {pair: machine.scatter[pair[0]][pair[1]] for pair in network.pairs}
+            a, b = max(spread, key=spread.__getitem__)
+            lines.append(
+                f"two probes of a link differ by {median(spread.values()):.0%} in the median, at most by "
+                f"{spread[a, b]:.0%}, from {a} to {b}"
+            )
         lines.append(f"all at once: {machine.share:.0%} of a fair share of the link")
     for kind, rate in machine.rates.items():
         unit = UNITS.get(kind.split()[0], "MB/s")
-        lines.append(f"  {kind:<36} {rate / {'GFLOP/s': 1e9, 'thousand/s': 1e3, 'MB/s': 1e6}[unit]:>10.4g} {unit}")
+        few = machine.repeats.get(kind, NUM_REPEATS)
+        told = f"  (median of {few}, for want of time)" if few < NUM_REPEATS else ""
+        shown = rate / {"GFLOP/s": 1e9, "thousand/s": 1e3, "MB/s": 1e6}[unit]
+        lines.append(f"  {kind:<36} {shown:>10.4g} {unit}{told}")
     cores = ", ".join(f"{num:g}" for num in machine.cores.num)
     lines.append(f"cores {cores}; work is {machine.cores.contention:.0%} slower where all of them are busy")
     return lines

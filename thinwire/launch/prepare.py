@@ -100,7 +100,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
     for text in config.inject:
         problems.note(check_fault, text, config)
     problems.note(check_join, config)
-    if config.plan is not None and config.node == 0:
+    if config.plan and config.node == 0:
         problems.note(read_plan, config)
     problems.note(check_data, config)
     with problems.collect():

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from thinwire.errors import ConfigError, nearest
 from thinwire.methods.interface import Method
-from thinwire.options import CHOSEN_FROM, ISLANDS, Tables
+from thinwire.methods.own_pace.base import OwnPaceMethod
+from thinwire.options import CHOSEN_FROM, ISLANDS, Tables, has_islands
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.objective import Objective, methods_of, objective_of
+from thinwire.registry import STRATEGIES, class_of
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,33 @@ class StrategyChoice:
         return ""
 
 
+def priced() -> list[str]:
+    """Names of the strategies that have a price: all of whose step it is known when ranks wait for each other."""
+    return [name for name in STRATEGIES if not issubclass(class_of(name), OwnPaceMethod)]
+
+
+def unpriced(names: Sequence[str]) -> list[str]:
+    """What is wrong with the names of strategies, a message each."""
+    known, found = priced(), []
+    for name in names:
+        if name in STRATEGIES and name not in known:
+            why = "its ranks step at their own pace, so that a step has no price"
+            found.append(f"--strategies {name}: {why}{nearest(name, known)}")
+        elif name not in known:
+            found.append(f"--strategies {name}: no such strategy{nearest(name, known)}; known: {', '.join(known)}")
+    return found if names else ["--strategies is empty: name at least one, or all"]
+
+
 def choice_of(strategies: Sequence[str] | None, tables: Tables) -> StrategyChoice:
     """The choice among these strategies; None: those of CHOSEN_FROM, and islands of which it is known what they learn.
 
     Raises ConfigError with all errors at once.
     """
     names = (*CHOSEN_FROM, *ISLANDS) if strategies is None else tuple(strategies)
-    outer = tuple(name for name in names if name in ISLANDS)
-    plain = tuple(name for name in names if name not in ISLANDS)
+    if problems := unpriced(names):
+        raise ConfigError(*problems)
+    outer = tuple(name for name in names if has_islands(name))
+    plain = tuple(name for name in names if not has_islands(name))
     inner = plain or CHOSEN_FROM
     methods = methods_of((*inner, *outer), tables)
     objective, left_out = objective_of(methods), frozenset[str]()

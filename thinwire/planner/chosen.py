@@ -127,7 +127,7 @@ def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, f
     network, topology, size = measured_links(comm, box), comm.topology, comm.world_size
     box.close()
     comm.close()
-    ring = [((rank - 1) % size, rank) for rank in range(size) if size > 1]
+    ring = [(rank, (rank + way) % size) for rank in range(size) for way in (1, -1) if size > 1]
     crossing = [network.rates[a][b] for a, b in ring if topology.node(a) != topology.node(b)]
     inside = [network.rates[a][b] for a, b in ring if topology.node(a) == topology.node(b)]
     delays = [network.delays_s[a][b] for a, b in ring if topology.node(a) == topology.node(b)]

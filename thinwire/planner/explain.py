@@ -114,7 +114,11 @@ class Explained:
 
     def activations_of(self, name: str) -> float | None:
         """Bytes of the activations of one rank with a strategy; None: they are not known."""
-        return self.activations if self.stages is None else self.stages.timeline.peak_bytes[self.heaviest[name]]
+        return self.activations if self.stages is None else self.stages.peak_bytes[self.heaviest[name]]
+
+    def last_messages_of(self, name: str) -> float:
+        """The most bytes of last messages that a rank keeps for `delta` with a strategy."""
+        return 0.0 if self.stages is None else self.stages.last_messages_bytes(self.heaviest[name])
 
     def link_s(self, found: MethodPlan) -> float | None:
         """Seconds of a step's messages between nodes on one node's link, all ranks of the node together."""
@@ -282,7 +286,8 @@ def recompute_row(stages: Stages, memory_gb: float | None) -> Row:
     """A row on what recompute "auto" has chosen, and why."""
     how = "--memory-gb states a limit, and none is stated"
     if memory_gb is not None:
-        held = [held_bytes(part) + peak for part, peak in zip(stages.parts, stages.timeline.peak_bytes, strict=True)]
+        last = map(stages.last_messages_bytes, range(len(stages.parts)))
+        held = [sum(each) for each in zip(map(held_bytes, stages.parts), stages.peak_bytes, last, strict=True)]
         most = f"a rank holds at most {bytes_text(max(held))}"
         how = most + ("" if max(held) <= 1e9 * memory_gb else f": no choice fits into --memory-gb {memory_gb:g}")
     return f"recompute {AUTO}", stages.options.recompute, how
@@ -525,7 +530,8 @@ def notes_on_stages(found: Stages, model: Llama, config: ExplainConfig, grid: Gr
     yield "forwards, backwards and borders", effect, f"simulated; a rank does {short(grid.flops)} FLOP/s, {how}"
     if found.tied_bytes:
         tied = bytes_text(found.tied_bytes)
-        yield "tied embedding and head", f"{tied} a step each way", "between the first and the last stage"
+        where = "between the first and the last stage, in these seconds"
+        yield "tied embedding and head", f"{tied} a step each way", where
 
 
 def plan_on(

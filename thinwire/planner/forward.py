@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
+from thinwire._compat import flop_counter
 from thinwire.losses import cut_loss
 from thinwire.models import Llama
 from thinwire.models.llama import LlamaConfig
@@ -42,7 +42,7 @@ def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = 
         cut_skeleton(model, tensor)
         tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
         given = {each.untyped_storage()._cdata for each in (*model.parameters(), tokens)}
-        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        with flop_counter() as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             model(tokens, tokens)
         if is_cut:
             kept.clear()

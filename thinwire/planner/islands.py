@@ -15,11 +15,11 @@ from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import check_stages
 from thinwire.methods.schedule import END, Hop, PlannedExchange, PlannedExchanges, draw
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.parts import cut_parts
 from thinwire.planner.prices import price_one
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.rough import rough_s
 from thinwire.planner.search import Priced
-from thinwire.planner.stages import cut_parts
 from thinwire.registry import check_on_mesh
 
 Pairs = dict[tuple[int, int], float]
@@ -86,7 +86,7 @@ def spread(pricing: Pricing, way: Candidate, method: IslandsMethod) -> dict[tupl
     if key not in pricing.spreads:
         part, widths = pricing.cut(way.tensor), list[int]()
         if way.stages > 1:
-            parts, _ = cut_parts(part, way.pipeline, way.stages)
+            parts, _ = cut_parts(part, way.pipeline, way.stages, pricing.seq_len, way.tensor)
             widths = [sum(param.numel() for param in each.parameters()) * way.tensor for each in parts]
         topology = Topology(way.islands, size)
         pricing.spreads[key] = method.spread(part, pricing.model, topology, way.tensor, widths)

@@ -109,9 +109,14 @@ def option_tables() -> Mapping[str, type]:
     return options.option_tables()
 
 
+def of_a_run(name: str) -> str:
+    """What to say about a flag of `thinwire train` that has another name here."""
+    return ": the ranks are --nodes times --local-size; nearest: --local-size" if name == "--workers" else ""
+
+
 def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
     """Read the options from the command line. Notes all errors. Raises SystemExit after --help."""
-    stated = command_line().read(args, problems)
+    stated = command_line().read(args, problems, elsewhere=of_a_run)
     own = stated.pop("")
     stages, tensor = str(own.get("stages", "")), own.get("tensor")
     if "nodes" not in own and stages.isdecimal():

@@ -59,8 +59,9 @@ class PlacedMachine(Grid):
 
     @property
     def busy(self) -> float:
-        """How much longer work takes while all ranks of the first machine compute."""
-        return self.machine.cores.slowdown(0, self.machine.threads * self.machine.cores.hosts.count(0))
+        """How much longer work takes while all ranks compute, on the machine where that is most: all wait for it."""
+        cores, threads = self.machine.cores, self.machine.threads
+        return max(cores.slowdown(host, threads * cores.hosts.count(host)) for host in set(cores.hosts))
 
     def sum_s(self, num_bytes: float, tensor: int) -> float:
         # It stands in the midst of work, which shared cores make longer; waiting does not become longer.

@@ -9,6 +9,7 @@ from thinwire.cost.graph import ROUND
 from thinwire.cost.simulate import COMMUNICATION, TRAINING
 from thinwire.errors import ConfigError
 from thinwire.methods.memory import Floor, Residency, placed as parts_of, resident_method, settled
+from thinwire.methods.memory.floor import PROCESS_BYTES
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.mixture import price_experts
@@ -33,13 +34,11 @@ def in_stages(pricing: Pricing, way: Candidate) -> Priced:
     staged = pricing.staged(way, order)
     grid, stages, exchanges = staged.grid, staged.stages, staged.exchanges
     exchange_s = max(timeline.makespan_s for timeline in exchanges)
-    first, last = grid.slowest(way.stages)[0], grid.slowest(way.stages)[-1]
-    tied_s = stages.tied_bytes / min(grid.machine.fabric.rates[first][last], grid.machine.fabric.rates[last][first])
     plans = [pricing.plan_of(way, stages.parts[stage]) for stage in range(way.stages)]
     counted = pricing.counted(way, max(stages.memory_bytes(stage, plan) for stage, plan in enumerate(plans)))
     memory = pricing.estimator.peak_bytes(counted)
-    step_s = stages.step_s + exchange_s + tied_s
-    exposed_s = stages.timeline.idle_s[0] + exchange_s + tied_s
+    step_s = stages.step_s + exchange_s
+    exposed_s = stages.timeline.idle_s[0] + exchange_s
     sent = stages.sent_bytes(0) + sum(exchanges[0].graph.sent(0).values())
     terms = {
         "step_s": step_s, "compute_s": step_s - exposed_s, "exposed_comm_s": exposed_s,
@@ -52,21 +51,22 @@ def in_stages(pricing: Pricing, way: Candidate) -> Priced:
 
 def alone(pricing: Pricing, way: Candidate) -> Priced:
     """The costs of a candidate without stages."""
-    timeline = pricing.simulated(way)
+    order = best_order(pricing, way)
+    timeline = pricing.simulated(way, order)
     layer, ends = layer_and_ends(pricing.config, pricing.seq_len, tensor=way.tensor)
     kept = way.micro_batch * (len(pricing.model.model.layers) * layer.kept_bytes + ends.kept_bytes) / way.sequence
     plan = pricing.plan_of(way, pricing.cut(way.tensor))
-    attention = way.num_micro_batches * len(pricing.model.model.layers) * pricing.attention(way).sent_by(0)
+    passes, attention = way.num_micro_batches * len(pricing.model.model.layers), pricing.attention(way, order)
     counted = pricing.counted(way, sum(plan.memory.values()) + kept)
     memory = pricing.estimator.peak_bytes(counted)
     step_s, compute_s, kinds = timeline.makespan_s, timeline.busy_s(0, TRAINING), timeline.kinds_s(0)
     terms = {
         "step_s": step_s, "compute_s": compute_s, "exposed_comm_s": step_s - compute_s,
         "codec_s": timeline.busy_s(0, COMMUNICATION) - kinds.get(ROUND, 0.0),
-        "sent_bytes": sum(timeline.graph.sent(0).values()) + attention, "peak_rss_bytes": memory,
+        "sent_bytes": sum(timeline.graph.sent(0).values()) + passes * attention.sent_by(order[0]),
+        "peak_rss_bytes": memory,
     }  # fmt: skip
-    order = pricing.ranks_of(pricing.nodes)
-    on_link_s = min(link_s(pricing, way), step_s)
+    on_link_s = min(link_s(pricing, way) + passes * attention.seconds, step_s)
     return Priced(way, step_s, 1 - compute_s / step_s, memory, on_link_s, order, terms, counted)
 
 
@@ -94,5 +94,8 @@ def resident(pricing: Pricing, way: Candidate) -> Priced:
     # A layer is computed again before its backward, with a third of the operations of a whole pass.
     again_s = whole.terms["compute_s"] / 3 if residency.recomputes else 0.0
     step_s = whole.step_s + again_s + moved_s
-    terms = {**whole.terms, "step_s": step_s, "compute_s": whole.terms["compute_s"] + again_s}
-    return replace(whole, candidate=way, step_s=step_s, memory_bytes=min(budget, whole.memory_bytes), terms=terms)
+    # The floor takes a usual process; this machine's may hold more before it has a model.
+    more = max(0.0, pricing.machine.base_bytes - PROCESS_BYTES)
+    memory = min(whole.memory_bytes, sum(part.memory for part in parts) + more)
+    terms = {**whole.terms, "step_s": step_s, "compute_s": whole.terms["compute_s"] + again_s, "peak_rss_bytes": memory}
+    return replace(whole, candidate=way, step_s=step_s, memory_bytes=memory, terms=terms)

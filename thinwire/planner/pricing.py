@@ -15,6 +15,7 @@ from thinwire.cost.machine import LAYER, MIXTURE
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.pipeline.inside import check_inside
+from thinwire.methods.schedule import RING
 from thinwire.methods.sequence.inside import check_strategy
 from thinwire.models import Llama, MoELlama
 from thinwire.models.llama import LlamaConfig
@@ -106,18 +107,19 @@ class Pricing:
             cut_skeleton(self._cut[tensor], tensor)
         return self._cut[tensor]
 
-    def forward_of(self, way: Candidate) -> float:
+    def forward_of(self, way: Candidate, order: RankOrder = ()) -> float:
         """Operations of a rank's forward of a micro-batch; what does not depend on these is converted into operations.
 
-        That is a third of the fixed cost of a pass, and of the messages inside its layers, which nothing hides.
+        That is a third of the fixed cost of a pass, and of the messages inside its layers, which nothing hides. order:
+        the rank in each place; empty: unchanged.
         """
         layer, ends = layer_and_ends(self.config, self.seq_len, tensor=way.tensor)
-        grid = self.placed(self.ranks_of(self.nodes), way.tensor)
+        grid = self.placed(order or self.ranks_of(self.nodes), way.tensor)
         num_layers = len(self.model.model.layers)
         operations = way.micro_batch * (num_layers * layer.operations + ends.operations) / way.sequence
         features = way.micro_batch * self.seq_len * self.config.hidden_size / way.sequence
         sum_s = grid.sum_s(4.0 * features, way.tensor)
-        inside_s = num_layers * (4 * sum_s + self.attention(way).seconds / grid.busy)
+        inside_s = num_layers * (4 * sum_s + self.attention(way, order).seconds / grid.busy)
         return operations + (grid.pass_s + inside_s) * grid.flops / 3
 
     def check(self, way: Candidate) -> None:
@@ -143,9 +145,9 @@ class Pricing:
         )  # fmt: skip
         return Staged(grid, stages, tuple(self._exchange(way, stages, stage, grid) for stage in range(way.stages)))
 
-    def simulated(self, way: Candidate) -> Timeline:
-        """The simulated step of a candidate without stages."""
-        grid, work = self.placed(self.ranks_of(self.nodes), way.tensor), Work(self.layer, self.forward_of(way))
+    def simulated(self, way: Candidate, order: RankOrder) -> Timeline:
+        """The simulated step of a candidate without stages, its ranks in this order."""
+        grid, work = self.placed(order, way.tensor), Work(self.layer, self.forward_of(way, order))
         method, model = self.methods[way.strategy], self.cut(way.tensor)
         graph = method.schedule(model, self.replicas(way), way.num_micro_batches, work)
         return simulate(graph, grid.part(grid.groups(1)[0]))
@@ -170,9 +172,20 @@ class Pricing:
         graph = self.methods[way.strategy].schedule(stages.parts[stage], self.replicas(way), 1, nothing)
         return simulate(graph, grid.part(grid.groups(way.stages)[stage]))
 
-    def attention(self, way: Candidate) -> AttentionCost:
-        """The messages of one layer's attention, if ranks share sequences: of neighbours, in the fastest layout."""
-        key = (way.sequence, way.tensor, way.micro_batch)
+    def attention(self, way: Candidate, order: RankOrder = ()) -> AttentionCost:
+        """The messages of one layer's attention, if ranks share sequences: of neighbours, in the fastest layout.
+
+        order: the rank in each place; empty: unchanged.
+        """
+        order = order or self.ranks_of(self.nodes)
+        key = (way.sequence, way.tensor, way.micro_batch, order)
         if way.sequence > 1 and key not in self._attentions:
-            self._attentions[key] = attention_of(self.config, self.machine, way, self.seq_len)
+            found = attention_of(self.config, self.machine.part(order), way, self.seq_len)
+            sent = {(order[a], order[b]): num_bytes for (a, b), num_bytes in found.sent.items()}
+            self._attentions[key] = AttentionCost(found.seconds, sent)
         return self._attentions.get(key, AttentionCost())
+
+    def is_ring(self, way: Candidate) -> bool:
+        """Whether the strategy's messages go around a ring of all its ranks, so that only neighbours' links count."""
+        made = self.methods[way.strategy].exchanges(self.cut(way.tensor), self.replicas(way), 1)
+        return any(hop.to == RING for each in made.each for hop in each.hops)

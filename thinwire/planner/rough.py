@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -34,20 +35,22 @@ def rough_s(pricing: Pricing, way: Candidate) -> float:
 
 def best_order(pricing: Pricing, way: Candidate) -> RankOrder:
     """The order of ranks with the fewest seconds by closed forms."""
-    if way.stages == 1:
-        return pricing.ranks_of(pricing.nodes)
     return pricing.ranks_of(best_nodes(pricing, way))
 
 
 def best_nodes(pricing: Pricing, way: Candidate) -> RankOrder:
     """The order of nodes with the fewest seconds, found once for all sizes of micro-batches.
 
-    Those send as much in a step: m/p trips, each with 1/m of it. Computing adds as much to every order.
+    Those send as much in a step: m/p trips, each with 1/m of it, if there are as many micro-batches as stages. With
+    fewer there is one trip. Computing adds as much to every order. Where all ranks send to all others, every order is
+    as good.
     """
-    key = (way.stages, way.tensor, way.sequence, way.strategy, way.borders)
+    is_short = way.num_micro_batches < way.stages
+    key = (way.stages, way.tensor, way.sequence, way.strategy, way.borders, way.micro_batch if is_short else 0)
     if key not in pricing.orders:
-        even = is_even(pricing.machine.fabric)
-        pricing.orders[key] = pricing.nodes if even else annealed(cost_of(pricing, way, 0.0), pricing.nodes)[0]
+        cost = cost_of(pricing, way, 0.0) if way.stages > 1 else cost_of_rings(pricing, way)
+        is_free = len(pricing.nodes) < 3 or is_even(pricing.machine.fabric)
+        pricing.orders[key] = pricing.nodes if cost is None or is_free else annealed(cost, pricing.nodes)[0]
     return pricing.orders[key]
 
 
@@ -68,11 +71,36 @@ def cost_of(pricing: Pricing, way: Candidate, compute_s: float) -> Callable[[Ran
     whole = pricing.plan_of(way, pricing.cut(way.tensor)).sent_on("inter") if way.replicas > 1 else 0.0
     sent = way.tensor * whole / way.stages / 2
 
+    ranks = range(len(fabric.nodes))
+    # There and back, of neighbours: it is asked for as often as an order is tried.
+    hops = [[trip_s([a, b], fabric, *sizes) if a != b else 0.0 for b in ranks] for a in ranks]
+
     def cost(nodes: RankOrder) -> float:
         groups = groups_of([node * local + each for node in nodes for each in range(local)], way.stages, way.tensor)
-        trip = max(trip_s(ranks, fabric, *sizes) for ranks in zip(*groups, strict=True))
-        ring = max(ring_s(ranks, fabric, sent) for ranks in groups)
+        trip = max(sum(hops[a][b] for a, b in itertools.pairwise(own)) for own in zip(*groups, strict=True))
+        ring = max(ring_s(own, fabric, sent) for own in groups) if sent else 0.0
         return pipette_s(way.stages, way.num_micro_batches, compute_s / way.stages, trip, ring)
+
+    return cost
+
+
+def cost_of_rings(pricing: Pricing, way: Candidate) -> Callable[[RankOrder], float] | None:
+    """The seconds of the messages of shared sequences and of a strategy's ring, as a function of the order of nodes.
+
+    None where neither is: then all ranks send to all others. Each group of ranks sends around a ring of its own.
+    """
+    fabric, local = pricing.machine.fabric, pricing.machine.local_size
+    passes, together = way.num_micro_batches * len(pricing.model.model.layers), way.sequence * way.tensor
+    attention = passes * pricing.attention(way).sent_by(0) / 2 if together > local and way.sequence > 1 else 0.0
+    ring = pricing.plan_of(way, pricing.cut(way.tensor)).sent_on("inter") / 2 if pricing.is_ring(way) else 0.0
+    if not attention and not ring:
+        return None
+
+    def cost(nodes: RankOrder) -> float:
+        ranks = pricing.ranks_of(nodes)
+        groups = [ranks[first : first + together : way.tensor] for first in range(0, len(ranks), together)]
+        shared_s = max(ring_s(group, fabric, attention) for group in groups) if attention else 0.0
+        return shared_s + (ring_s(groups_of(ranks, 1, way.tensor)[0], fabric, ring) if ring else 0.0)
 
     return cost
 

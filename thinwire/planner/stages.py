@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import nn
@@ -14,18 +13,16 @@ from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import MethodPlan
 from thinwire.methods.pipeline import Costs, PipelineTimeline, in_flight, simulate
 from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES, ranks_across
-from thinwire.methods.pipeline.balance import balanced
-from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
+from thinwire.methods.pipeline.cut import SPREAD
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.pipeline.plan import SCORE, TRAIN
-from thinwire.methods.pipeline.recompute import AUTO, MORE_BYTES, mode_of
-from thinwire.methods.pipeline.simulate import SpreadCosts
+from thinwire.methods.pipeline.recompute import AUTO, MORE_BYTES
+from thinwire.methods.pipeline.simulate import SpreadCosts, peak_bytes
 from thinwire.methods.pipeline.vocabulary import NUM_SCORES, Own
 from thinwire.models import Llama
 from thinwire.planner.forward import layer_and_ends
-
-# Micro-batches of a simulated step at most: from there on each one more costs the same.
-LONGEST = 64
+from thinwire.planner.parts import cut_parts
+from thinwire.planner.steps import Steps, beside_bytes, copies_of, last_messages_bytes, tied_bytes
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,11 @@ class Stages:
     Attributes:
         parts: of the model, by stage.
         sizes: number of layers of each chunk.
-        timeline: of forwards, backwards and borders.
+        timeline: of forwards, backwards, borders and tied weights; of a long step its first part, see Steps.
         held: for each stage, the most micro-batches of a chunk whose activations it keeps at once.
+        peak_bytes: for each stage, the most bytes of activations that it keeps at once.
+        link_bytes: of a step, by (from stage, to stage).
+        more_s: seconds of the micro-batches beyond those of the timeline.
         tied_bytes: of a weight that the first and the last stage share.
         tensor: ranks over which matrices are cut.
     """
@@ -94,30 +94,21 @@ class Stages:
     sizes: tuple[int, ...]
     timeline: PipelineTimeline
     held: tuple[int, ...]
-    num_micro_batches: int
+    peak_bytes: tuple[float, ...]
+    link_bytes: dict[tuple[int, int], float]
     more_s: float
     tied_bytes: int
     tensor: int = 1
 
     @property
     def step_s(self) -> float:
-        """Seconds of forwards, backwards and borders."""
+        """Seconds of forwards, backwards, borders and tied weights."""
         return self.timeline.makespan_s + self.more_s
 
     @property
     def bubble(self) -> float:
         """The share of the step in which the stage that computes most is idle."""
         return min(self.timeline.idle_s) / self.timeline.makespan_s
-
-    @property
-    def link_bytes(self) -> dict[tuple[int, int], float]:
-        """Bytes of a step, by (from stage, to stage)."""
-        scale = self.num_micro_batches / min(self.num_micro_batches, LONGEST)
-        found = {pair: num_bytes * scale for pair, num_bytes in self.timeline.link_bytes.items()}
-        last = len(self.parts) - 1
-        for pair in ((0, last), (last, 0)) if self.tied_bytes else ():
-            found[pair] = found.get(pair, 0.0) + self.tied_bytes
-        return found
 
     def sent_bytes(self, stage: int) -> float:
         """Bytes that a rank of a stage sends to other stages in a step."""
@@ -133,15 +124,21 @@ class Stages:
                 sent[nodes[source]] += num_bytes
         return grid.pipelines_on_node(stages, across, self.tensor) * max(sent.values())
 
+    def last_messages_bytes(self, stage: int) -> float:
+        """The most bytes that a rank keeps of sequences' last messages, to which `delta` sends differences."""
+        return last_messages_bytes(self.options, len(self.parts))[stage]
+
     def memory_bytes(self, stage: int, plan: MethodPlan) -> float:
-        """Bytes that one rank of a stage holds: by its method's plan, plus activations."""
-        return sum(plan.memory.values()) + self.timeline.peak_bytes[stage]
+        """Bytes that one rank of a stage holds: by its method's plan, plus activations and last messages."""
+        return sum(plan.memory.values()) + self.peak_bytes[stage] + self.last_messages_bytes(stage)
 
     @property
     def heaviest(self) -> set[int]:
-        """The stages that may need most memory: that with most parameters, and that with most activations."""
+        """The stages that may need most memory: with most parameters, and with most of what they keep."""
         numels = [sum(param.numel() for param in part.parameters()) for part in self.parts]
-        return {numels.index(max(numels)), self.timeline.peak_bytes.index(max(self.timeline.peak_bytes))}
+        last = last_messages_bytes(self.options, len(self.parts))
+        kept = [peak + more for peak, more in zip(self.peak_bytes, last, strict=True)]
+        return {numels.index(max(numels)), kept.index(max(kept))}
 
 
 def stages_of(
@@ -158,30 +155,37 @@ def stages_of(
     micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers))
-    parts, sizes = cut_parts(model, options, stages)
+    parts, sizes = cut_parts(model, options, stages, seq_len, tensor)
     even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss, tensor, sequence)
     sum_s = grid.sum_s(4.0 * batch * seq_len * model.config.hidden_size / sequence, tensor)
     # Half of attention's messages go forward, and each pass stands for two sums.
     costs = grid.costs(with_sums(even, sizes, sum_s + attention_s / 4), options, stages)
+    costs = replace(costs, tied_bytes=tied_bytes(model, options, stages, tensor), copies=copies_of(parts, options))
     links, cores = grid.links(stages, options.across, tensor), grid.cores(stages)
-    num = min(num_micro_batches, LONGEST)
-    room = None if memory_bytes is None else [memory_bytes - held_bytes(part) for part in parts]
-    plan = options.plan_of(stages, num, costs, links, room)
+    step = Steps(options, stages, costs, links)
     if options.recompute == AUTO:
-        options = replace(options, recompute=mode_of(plan))
-    timeline = simulate(plan, costs, links, cores)
-    more_s = 0.0
-    if num < num_micro_batches:
-        half = options.plan_of(stages, num // 2, costs, links)
-        slope = (timeline.makespan_s - simulate(half, costs, links, cores).makespan_s) / (num - num // 2)
-        more_s = slope * (num_micro_batches - num)
-    head, embedding, home = model.lm_head.weight, model.model.embed_tokens.weight, options.home(stages)
-    is_sent = head is embedding and home[-1] != home[0] and options.head != SPREAD
-    # Of the tensor ranks each sends its rows, or its share of a whole weight.
-    whole_bytes = model.config.vocab_size * head.shape[1] * head.element_size()
-    tied_bytes = -(-whole_bytes // tensor) if is_sent else 0
-    held = in_flight(plan)
-    return Stages(options, tuple(parts), sizes, timeline, held, num_micro_batches, more_s, tied_bytes, tensor)
+        held = map(sum, zip(map(held_bytes, parts), last_messages_bytes(options, stages), strict=True))
+        room = None if memory_bytes is None else [memory_bytes - each for each in held]
+        options = replace(options, recompute=step.mode(num_micro_batches, room))
+        step = Steps(options, stages, costs, links)
+    # What a stage keeps follows from the order of all micro-batches.
+    whole, short, half = step.whole(num_micro_batches), *step.shorter(num_micro_batches)
+    timeline, more_s, scale = simulate(short, costs, links, cores), 0.0, 1.0
+    if half is not None:
+        slope = timeline.makespan_s - simulate(half, costs, links, cores).makespan_s
+        more = num_micro_batches - short.num_micro_batches
+        more_s = slope / (short.num_micro_batches - half.num_micro_batches) * more
+        scale = num_micro_batches / short.num_micro_batches
+    beside = beside_bytes(costs, options.home(stages))
+    link_bytes = {
+        pair: (num_bytes - beside.get(pair, 0.0)) * scale + beside.get(pair, 0.0)
+        for pair, num_bytes in timeline.link_bytes.items()
+    }
+    peaks = peak_bytes(whole.orders, costs)
+    return Stages(
+        options, tuple(parts), sizes, timeline, in_flight(whole), peaks, link_bytes, more_s, int(costs.tied_bytes),
+        tensor,
+    )  # fmt: skip
 
 
 def held_bytes(part: nn.Module) -> float:
@@ -196,43 +200,6 @@ def with_sums(costs: Costs, sizes: Sequence[int], sum_s: float) -> Costs:
         for seconds in (costs.forward_s, costs.input_s)
     )
     return replace(costs, forward_s=forward_s, input_s=input_s)
-
-
-def cut_parts(model: Llama, options: Pipeline, stages: int) -> tuple[list[nn.ModuleDict], tuple[int, ...]]:
-    """Each stage's part of the model, and each chunk's number of layers."""
-    chunks, home, layers = options.num_chunks(stages), options.home(stages), list(model.model.layers)
-    numels = [sum(param.numel() for param in layer.parameters()) for layer in layers]
-    embedding, head = model.model.embed_tokens, model.lm_head
-    operations = list(map(float, numels))
-    if options.head != SPREAD:
-        operations[0 if options.head == "first" else -1] += head.weight.numel()
-    sizes = (
-        stated_sizes(options.layers, chunks, len(layers))
-        if options.layers
-        else balanced(operations, list(map(float, numels)), chunks)
-    )
-    sizes = options.sizes(sizes)
-    parts = [nn.ModuleDict() for _ in range(stages)]
-    for chunk, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        parts[home[chunk]][f"layers{chunk}"] = nn.ModuleList(layers[end - size : end])
-    if options.head == SPREAD:
-        for rank, part in enumerate(parts):
-            own = Own.of(rank, stages, len(head.weight))
-            part["embedding"], part["head"] = (rows_of(own, each.weight) for each in (embedding, head))
-            if head.weight is embedding.weight:
-                part["head"] = part["embedding"]
-        parts[home[-1]]["norm"] = model.model.norm
-        return parts, sizes
-    parts[home[0]]["embedding"] = embedding
-    if home[-1] == home[0] or head.weight is not embedding.weight:
-        parts[home[-1]]["head"] = head
-    parts[home[-1]]["norm"] = model.model.norm
-    return parts, sizes
-
-
-def rows_of(own: Own, weight: torch.Tensor) -> nn.Module:
-    """A module with a rank's rows of a weight."""
-    return nn.Embedding(own.size, weight.shape[1], _weight=weight.new_empty(own.size, weight.shape[1]))
 
 
 def costs_of(

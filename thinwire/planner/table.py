@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -27,6 +27,11 @@ MEANINGS = {
     "optimizer": "what it remembers, and fp32 masters where they are not the weights",
     "weights before the ascent": "during the second forward and backward of a step",
     "passing": "weights and gradients gathered for the part of the model that computes; at most",
+}
+# Of what a method does not count.
+BESIDE = {
+    "activations": "of the micro-batches whose backwards are to come",
+    "last messages": "of sequences, at each border, for delta; at most",
 }
 FOOT = (
     "fp32, {}. Not counted: {}scratch memory for the packets of a few buckets. Bytes are payload that one rank "
@@ -94,7 +99,8 @@ def tables(found: Explained) -> list[Table]:
         (steps,) = found.mean_over.values() or (1,)
         between = "" if found.stages is None else " between the replicas of a stage"
         (name,) = found.plans
-        made += [parts_of_memory(plan, found.activations_of(name)), parts_of_traffic(plan, steps, between)]
+        kept = {"activations": found.activations_of(name), "last messages": found.last_messages_of(name) or None}
+        made += [parts_of_memory(plan, kept), parts_of_traffic(plan, steps, between)]
     made += [ways_of_experts(found.expert_ways)] if found.expert_ways else []
     return made
 
@@ -112,10 +118,12 @@ def side_by_side(found: Explained) -> Table:
     seconds = [("on the link", found.link_s, found.rate), ("inside", found.local_s, found.local_rate)]
     seconds = [entry for entry in seconds if entry[2] is not None]
     activations = ["activations"] if any(found.activations_of(name) is not None for name in found.plans) else []
+    last = ["last messages"] if any(found.last_messages_of(name) for name in found.plans) else []
     heads = [
         *memory,
         "other",
         *activations,
+        *last,
         "memory",
         *(LEVELS[level] for level in levels),
         *(head for head, _, _ in seconds),
@@ -127,6 +135,7 @@ def side_by_side(found: Explained) -> Table:
         held: list[float] = [getattr(plan, part) for part in memory] + [sum(plan.other.values())]
         kept = found.activations_of(name)
         held += [] if kept is None else [kept]
+        held += [found.last_messages_of(name)] if last else []
         sent = [plan.sent_on(level) for level in levels]
         times = [seconds_text(value) for _, of, _ in seconds if (value := of(plan)) is not None]
         marked = f"{name} *" if name in found.mean_over else name
@@ -146,7 +155,7 @@ def stage_by_stage(stages: Stages) -> Table:
         idle = stages.timeline.idle_s[stage] / stages.timeline.makespan_s
         table.add_row(
             str(stage), layers, short(sum(param.numel() for param in part.parameters())), str(stages.held[stage]),
-            bytes_text(stages.timeline.peak_bytes[stage]), bytes_text(stages.sent_bytes(stage)), percent_text(idle),
+            bytes_text(stages.peak_bytes[stage]), bytes_text(stages.sent_bytes(stage)), percent_text(idle),
         )  # fmt: skip
     return table
 
@@ -207,13 +216,14 @@ def parts_of_residency(parts: Sequence[MemoryPart]) -> Table:
     return table
 
 
-def parts_of_memory(plan: MethodPlan, activations: float | None) -> Table:
-    """A table with a row for each part of one rank's memory. activations: in bytes, if they are known."""
+def parts_of_memory(plan: MethodPlan, beside: Mapping[str, float | None]) -> Table:
+    """A table with a row for each part of one rank's memory. beside: the method's, in bytes, if they are known."""
     table = Table("memory", "bytes", "", title="what one rank holds", title_justify="left")
     for name, num_bytes in plan.memory.items():
         table.add_row(name, bytes_text(num_bytes), MEANINGS.get(name, "kept between steps"))
-    if activations is not None:
-        table.add_row("activations", bytes_text(activations), "of the micro-batches whose backwards are to come")
+    for name, kept in beside.items():
+        if kept is not None:
+            table.add_row(name, bytes_text(kept), BESIDE[name])
     return table
 
 

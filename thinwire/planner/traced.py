@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from thinwire.cost.simulate import TRAINING
 from thinwire.cost.trace import SENDING, TraceSpan
-from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, SCORE, TRAIN, WEIGHT
+from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, SCORE, TRAIN, WEIGHT, Beside
 from thinwire.planner.islands import islands_of, links_between
 from thinwire.planner.mixture import shared_experts
 from thinwire.planner.pricing import Pricing
@@ -39,7 +39,7 @@ def spans_of(pricing: Pricing, priced: Priced) -> Iterator[TraceSpan]:
         yield from shared_experts(pricing, way).timeline.pieces()
         return
     if way.stages == 1:
-        timeline, (group,) = pricing.simulated(way), pricing.placed(priced.order, way.tensor).groups(1)
+        timeline, (group,) = pricing.simulated(way, priced.order), pricing.placed(priced.order, way.tensor).groups(1)
         for ranks in along_tensor(group, way.tensor):
             yield from timeline.pieces(ranks)
         return
@@ -77,7 +77,7 @@ def beside_spans(pricing: Pricing, priced: Priced) -> dict[tuple[int, int], floa
     passes = way.num_micro_batches * len(pricing.model.model.layers)
     if way.experts > 1:
         found.update(shared_experts(pricing, way).link_bytes)
-    for pair, num_bytes in pricing.attention(way).sent.items():
+    for pair, num_bytes in pricing.attention(way, priced.order).sent.items():
         found[pair] += passes * num_bytes  # type: ignore[assignment]
     if way.stages > 1:
         staged = pricing.staged(way, priced.order)
@@ -102,5 +102,5 @@ def _of_pipeline(stages: Stages, ranks: Sequence[int]) -> Iterator[TraceSpan]:
         if stages.more_s:
             yield TraceSpan(ranks[place], TRAINING, "more micro-batches", timeline.makespan_s, stages.step_s)
     for source, target, what, begin, end in timeline.messages:
-        words = f"{what.kind} of micro-batch {what.micro_batch}"
+        words = str(what) if isinstance(what, Beside) else f"{what.kind} of micro-batch {what.micro_batch}"
         yield TraceSpan(ranks[source], SENDING, words, begin, end, ranks[target])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -81,7 +80,8 @@ class TrainingPlan:
         return json.dumps({
             "flags": best.candidate.flags, "order": best.order, "predicted": dict(best.terms),
             "memory": None if best.counted is None else asdict(best.counted),
-            "measured_at": self.machine.measured_at, "nodes": network.nodes, "candidates": shown,
+            "measured_at": self.machine.measured_at, "nodes": network.nodes, "names": self.machine.names,
+            "candidates": shown,
             "not_chosen": aside, "objective": self.objective.why,
             "rates": rows(lambda a, b: network.rates[a][b]), "delays_s": rows(lambda a, b: network.delays_s[a][b]),
             "link_bytes": rows(lambda a, b: carried.get((a, b), 0.0)),
@@ -94,9 +94,9 @@ class TrainingPlan:
         for priced in fastest_of_kinds(self.search.fastest[1:], best):
             others.append(f"{seconds_text(priced.step_s)} with {kind_of(priced.candidate)}")
         why = "; ".join([f"simulated: {seconds_text(best.step_s)} a step", *others[:4]])
-        found = [(asked, best.candidate.flags, why), ("objective", *self.objective.why.split(": ", 1))]
-        # Why a row stands there may be all of it.
-        rows: list[Row] = [(*row, "")[:3] for row in found]  # type: ignore[misc]
+        # Why the objective stands there may be all of it.
+        counts, _, because = self.objective.why.partition(": ")
+        rows: list[Row] = [(asked, best.candidate.flags, why), ("objective", counts, because)]
         for reason, ways in self.search.aside.items():
             seconds = seconds_text(ways[0].step_s)
             rows.append(("priced, not chosen", f"{seconds} a step with {ways[0].candidate.mesh}", reason))
@@ -106,13 +106,11 @@ class TrainingPlan:
         """A row about the order of ranks, if it is not the usual one."""
         if self.best.order == tuple(range(self.machine.num_ranks)):
             return []
-        way, network = self.best.candidate, self.machine.network
+        network, carried = self.machine.network, link_bytes(self.pricing, self.best)
         a, b = min(network.pairs, key=lambda pair: network.rates[pair[0]][pair[1]])
         link = f"the slowest link, {a} to {b}, carries {8e-6 * network.rates[a][b]:.3g} Mbit/s"
-        grid = self.pricing.placed(self.best.order)
-        neighbours = {pair for ranks in grid.pipelines(way.stages) for pair in itertools.pairwise(ranks)}
-        neighbours |= {pair for ranks in grid.groups(way.stages) for pair in itertools.pairwise(ranks)}
-        used = "and is not avoided" if (a, b) in neighbours or (b, a) in neighbours else "and is kept out of use"
+        is_used = carried.get((a, b)) or carried.get((b, a))
+        used = "and is not avoided" if is_used else "and is kept out of use"
         return [("order of ranks", " ".join(map(str, self.best.order)), f"{link}, {used}")]
 
     def trace(self) -> list[dict[str, Any]]:

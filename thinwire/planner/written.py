@@ -10,10 +10,11 @@ from rich.console import Console
 
 from thinwire.cost import Machine
 from thinwire.data import load_tokenizer
-from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.errors import ConfigError, Problems
 from thinwire.methods.pipeline.across import STAGES
 from thinwire.models import build_skeleton
-from thinwire.options import CHOSEN_FROM, EXPERTS, ISLANDS, PIPELINE, SEQUENCE, model_table
+from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, model_table
+from thinwire.planner.choice import unpriced
 from thinwire.planner.memory import Estimator, fitted, read_runs
 from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
@@ -31,14 +32,7 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     memory = None if config.memory is None else problems.note(read_bytes, config.memory)
     learnt = None if config.runs is None else problems.note(learnt_memory, config.runs)
     names = None if config.strategies == "all" else tuple(filter(None, config.strategies.split(",")))
-    priced = (*CHOSEN_FROM, *ISLANDS)
-    for name in names or ():
-        if name not in priced:
-            problems.messages.append(
-                f"--strategies {name}: can't be priced{nearest(name, priced)}; those that are: {', '.join(priced)}"
-            )
-    if names == ():
-        problems.messages.append("--strategies is empty: name at least one, or all")
+    problems.messages += unpriced(names) if names is not None else []
     if config.stages is not None and machine is not None and machine.num_ranks % max(1, config.stages):
         fits = [n for n in range(1, machine.num_ranks + 1) if machine.num_ranks % n == 0]
         near = min(fits, key=lambda n: abs(n - (config.stages or 1)))

@@ -61,7 +61,7 @@ class TrainConfig:
     """The rank in each place, such as 0 3 1 2, so that neighbours in a pipeline or ring have a fast link. Rank 0 stays
     first. By default rank i is in place i."""
     plan: str | None = None
-    """plan.json of `thinwire plan`: the report holds its prediction against the run."""
+    """plan.json of `thinwire plan`: the report holds its prediction against the run. '' over a file's: none."""
     join: str | None = None
     """HOST:PORT of node 0, for a run on several machines; give the same value on all of them."""
     nodes: int = 1

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from thinwire.calibration import matrix_flops
+from thinwire.calibration.growth import REST_S, bucket_of, grown
 from thinwire.calibration.reach import all_on_this_machine
 from thinwire.collectives import Communicator
 from thinwire.device import Device
@@ -15,26 +16,37 @@ from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.table import Row
 
-# Long enough that the buffers of the link, which swallow the first part at once, do not decide.
-PROBE_S, MAX_PROBE_BYTES = 0.15, 1 << 25
 ALTERNATIVE = "zero-bf16"
 # What a transformer's step reaches of a matrix product's speed: 0.5 to 0.6, the demo model on a CPU.
 EFFICIENCY = 0.5
 
 
 def link_rate(comm: Communicator) -> float:
-    """Bits per second that the slowest rank can send to all other nodes while every rank sends. A collective."""
-    peers, num_bytes = comm.topology.num_nodes - 1, 1 << 16
-    while True:
-        message = torch.zeros(num_bytes // peers, dtype=torch.uint8)
-        comm.barrier()
-        start = time.perf_counter()
-        comm.wait(comm.all_gather_exact(message))
-        # Every rank goes on for as long as the slowest one needs.
-        took_s = comm.wait(comm.all_gather_exact(torch.tensor([time.perf_counter() - start], dtype=torch.float64)))
-        if float(took_s.max()) > PROBE_S or num_bytes >= MAX_PROBE_BYTES:
-            return 8 * message.numel() * peers / float(took_s.max())
-        num_bytes *= 4
+    """Bits per second that the slowest rank can send to all other nodes while every rank sends. A collective.
+
+    Messages grow as in `thinwire.calibration.links.probed`, and the rate follows likewise.
+    """
+    peers = comm.topology.num_nodes - 1
+
+    def probe(sizes: dict[str, int]) -> dict[str, float]:
+        return {name: _gather_s(comm, max(1, num_bytes // peers)) for name, num_bytes in sizes.items()}
+
+    short_s = probe({"all": 1})
+    sizes, once_s = grown(probe, short_s)
+    num_bytes = sizes["all"] // peers * peers
+    twice_s = probe({"all": 2 * num_bytes})["all"]
+    return 8 * bucket_of(num_bytes, once_s["all"], twice_s, short_s["all"])[0]
+
+
+def _gather_s(comm: Communicator, num_bytes: int) -> float:
+    """Seconds in which the slowest rank has such a message of every rank."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    time.sleep(REST_S)
+    comm.barrier()
+    start = time.perf_counter()
+    comm.wait(comm.all_gather_exact(message))
+    took_s = time.perf_counter() - start
+    return float(comm.wait(comm.all_gather_exact(torch.tensor([took_s], dtype=torch.float64))).max())
 
 
 def advise(

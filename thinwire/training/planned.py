@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from thinwire.calibration import measured_rates
 from thinwire.calibration.reach import all_on_this_machine
 from thinwire.collectives import Communicator
+from thinwire.collectives.store_gather import of_all_ranks, told_by_first
+from thinwire.cost import Network
+from thinwire.cost.drift import drifted_s
 from thinwire.errors import ConfigError
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
-
-# A rate that is so many times as high or as low as planned is another one.
-DRIFT = 1.5
 
 
 def read_plan(config: TrainConfig, num_islands: int = 1) -> dict[str, Any]:
@@ -27,6 +31,9 @@ def read_plan(config: TrainConfig, num_islands: int = 1) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
         num_ranks = len(found["rates"])
+        step_s, carried = found["predicted"]["step_s"], found["link_bytes"]
+        if not step_s > 0 or len(carried) != num_ranks:
+            raise ValueError("its prediction is of no step of these ranks")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--plan {path}: no plan can be read there ({error}); thinwire plan writes one") from None
     # An island that its launcher has started knows its own ranks.
@@ -38,10 +45,28 @@ def read_plan(config: TrainConfig, num_islands: int = 1) -> dict[str, Any]:
     return found
 
 
+def other_nodes(content: Mapping[str, Any], names: Sequence[str]) -> str:
+    """What tells the nodes of a run from those of its plan, in words; empty: they are the same.
+
+    Where several nodes have one name, they are emulated on one machine, and nothing is compared; nor is a plan that has
+    no names.
+
+    names: of the host of each of the plan's ranks.
+    """
+    firsts = {node: rank for rank, node in reversed(list(enumerate(content.get("nodes", ()))))}
+    told = content.get("names") or ("",) * len(names)
+    was, now = ([str(each[rank]) for rank in sorted(firsts.values())] for each in (told, names))
+    is_emulated = any(len(set(each)) < len(each) for each in (was, now))
+    if len(was) < 2 or is_emulated or was == now:
+        return ""
+    return f"made for the nodes {', '.join(was)}, in this order, and the run is on {', '.join(now)}"
+
+
 class Planned:
     """The plan of a run, on every rank. is_fresh: it was made at this run's start, from links just measured.
 
-    num_islands: of the run; the links between several are not measured again.
+    num_islands: of the run; the links between several are not measured again. Raises ConfigError on all ranks for an
+    earlier plan of other nodes. A run that goes on elsewhere warns of its own.
     """
 
     def __init__(
@@ -51,30 +76,71 @@ class Planned:
         self.file = RunDir(config.run_dir).plan
         self.is_fresh = Path(config.plan or "").absolute() == self.file.absolute()
         self.content: dict[str, Any] = read_plan(config, num_islands) if comm.rank == 0 else {}
+        self._compare_nodes()
         if not self.is_fresh:
             self.compare_links("since it was made")
 
-    def compare_links(self, when: str) -> None:
-        """Measure the links again, warn of those that changed, and write the result beside the plan. A collective.
+    def _compare_nodes(self) -> None:
+        """Refuse, or warn of, other nodes than those of the plan. A collective over the default group."""
+        if self.num_islands > 1:
+            return
+        hosts = of_all_ranks(socket.gethostname(), "its host")
+        of_rank = dict(zip(self._ranks, hosts, strict=True))
+        other = other_nodes(self.content, [of_rank[rank] for rank in sorted(of_rank)]) if not self.comm.rank else ""
+        other = told_by_first(other, "the nodes of its plan")
+        if other and not self.is_fresh:
+            raise ConfigError(
+                f"--plan {self.config.plan}: {other}; nearest: start the nodes in that order, or measure these and "
+                "plan anew, or --plan '' on all nodes, which trains by the same configuration without its prediction"
+            )
+        if other and not self.comm.rank:
+            self.warn(f"the plan was {other}; thinwire calibrate measures anew")
 
-        Between processes of one machine the link is loopback, which is slow if the machine is busy; then nothing is
-        reported.
+    def compare_links(self, when: str) -> None:
+        """Measure the links that the plan uses again, and warn of those that changed; see `drifted_s`. A collective.
+
+        The result is written beside the plan. Between processes of one machine the link is loopback, which is slow if
+        the machine is busy; then nothing is reported.
         """
         is_network = self.num_islands == 1 and not all_on_this_machine(self.comm.world_size)
-        now = measured_rates(self.comm) if is_network else None
+        now = measured_rates(self.comm, self._used()) if is_network else None
         if self.comm.rank:
             return
-        order = self.config.order or tuple(range(self.comm.world_size))
-        drifted = []
-        for place, rank in enumerate(order):
-            for other_place, other in enumerate(order):
-                if now is None or rank == other or (before := self.content["rates"][rank][other]) is None:
-                    continue
-                after = now.rates[place][other_place]
-                if max(before, after) > DRIFT * min(before, after):
-                    drifted.append([rank, other, before, after])
+        drifted = [] if now is None else list(self._drifted(now))
         for rank, other, before, after in drifted:
             rates = f"{8e-6 * before:.3g} Mbit/s planned, {8e-6 * after:.3g} now"
             self.warn(f"the link {rank} to {other} has drifted {when}: {rates}; thinwire calibrate measures anew")
         self.content["drifted"] = drifted
         self.file.write_text(json.dumps(self.content, indent=1) + "\n")
+
+    def _drifted(self, now: Network) -> Iterator[tuple[int, int, float, float]]:
+        """Yield (from, to, rate before, rate now) of used links that have changed, by the plan's numbers of ranks."""
+        for (place, other_place), num_bytes in self._carried().items():
+            rank, other = self._ranks[place], self._ranks[other_place]
+            before, after = self.content["rates"][rank][other], now.rates[place][other_place]
+            step_s = self.content["predicted"]["step_s"]
+            if before is not None and drifted_s(num_bytes / before, num_bytes / after, step_s):
+                yield rank, other, before, after
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        """The plan's number of each rank of the run."""
+        return self.config.order or tuple(range(self.comm.world_size))
+
+    def _carried(self) -> dict[tuple[int, int], float]:
+        """Bytes of a step on each link that the plan uses, by ranks of the run; the first rank has read the plan."""
+        carried = self.content["link_bytes"]
+        found = {
+            (a, b): carried[self._ranks[a]][self._ranks[b]] or 0.0
+            for a, b in itertools.permutations(range(self.comm.world_size), 2)
+        }
+        return {pair: num_bytes for pair, num_bytes in found.items() if num_bytes}
+
+    def _used(self) -> set[tuple[int, int]]:
+        """The pairs of ranks that send each other anything, told by the first rank. A collective."""
+        size = self.comm.world_size
+        table = torch.zeros(size, size, dtype=torch.uint8)
+        for pair in self._carried() if self.comm.rank == 0 else ():
+            table[pair] = 1
+        self.comm.wait(self.comm.broadcast_(table))
+        return {(a, b) for a, b in table.nonzero().tolist()}

@@ -47,7 +47,9 @@ def trained(rank: int, across: Any) -> dict[str, Any]:
             before = stage.optimizer.meter.snapshot()
     stage.optimizer.synchronize()
     traffic = stage.optimizer.meter.snapshot() - before
-    crossing = sum(reading.sent_bytes for (_, level), reading in traffic.operations.items() if level == "inter")
+    # Without what measures the links.
+    steps = {key: reading for key, reading in traffic.operations.items() if key[0] != "probe_forward"}
+    crossing = sum(reading.sent_bytes for (_, level), reading in steps.items() if level == "inter")
     found = {"place": (stage.pipeline.number, replica), "losses": losses, "crossing": crossing / (STEPS - 1)}
     stage.close()
     return found

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.workers import run_workers
-from thinwire.collectives import Mailbox, Topology
+from thinwire.collectives import Expected, Label, Mailbox, Topology
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline import Runner
-from thinwire.methods.pipeline import Carried, Costs, check, plan, recompute, simulate, there_and_back
+from thinwire.methods.pipeline import Carried, Costs, check, least_cut, plan, recompute, simulate, there_and_back
 
 STAGES, LAYERS, WIDTH, VERTICES = 4, 8, 6, 24
 
@@ -122,7 +122,38 @@ def in_stages(rank: int, world_size: int) -> dict[str, Any]:
         # No gradient is left over.
         carried.begin(order)
         found[name] = loss, {at: weight.grad for at, weight in stage.weights.items()}, sent
-    return found
+    return found | {"shared": in_layers(rank, world_size)}
+
+
+@torch.no_grad()
+def in_layers(rank: int, world_size: int) -> tuple[float, int]:
+    """This rank's part of the loss, and the bytes it sends, where each rank has a part of the graph in every layer."""
+    graph, part = graph_of("all", world_size), parts_of(world_size)[rank]
+    # For each rank, of whose vertices it needs the values.
+    needs = [(graph[each.own] != 0).any(0) for each in parts_of(world_size)]
+    weights = model_of("all", world_size, range(LAYERS), Carried()).weights
+    whole = drawn(VERTICES, WIDTH, seed=3)
+    mailbox = Mailbox(None, Topology(world_size, 1))
+    others = [each for each in parts_of(world_size) if each.number != rank]
+    for at in range(LAYERS):
+        rows = {each.number: torch.arange(VERTICES)[each.own][needs[rank][each.own]] for each in others}
+        mailbox.begin([Expected(Label("forward", at, n), n, 8 * WIDTH * len(own)) for n, own in rows.items()])
+        for each in others:
+            own = whole[part.own][needs[each.number][part.own]]
+            mailbox.send(each.number, Label("forward", at, rank), own.contiguous().view(-1).view(torch.uint8))
+        # What was not sent is not known.
+        known = torch.full_like(whole, float("nan"))
+        known[part.own] = whole[part.own]
+        for number, own in rows.items():
+            known[own] = mailbox.take(Label("forward", at, number)).view(torch.float64).view(-1, WIDTH)
+        mailbox.finish()
+        of_own = graph[part.own][:, needs[rank]] @ known[needs[rank]]
+        known[part.own] += torch.tanh(of_own @ weights[str(at)])
+        whole = known
+    sent = mailbox.meter.snapshot().sent_bytes
+    mailbox.close()
+    targets = torch.arange(VERTICES)[part.own] % WIDTH
+    return F.cross_entropy(whole[part.own], targets).item() / world_size, sent
 
 
 @pytest.fixture(scope="module")
@@ -163,18 +194,61 @@ def test_earlier_ones_give_this_round_s_values_and_later_ones_the_last_round_s()
     assert last is not None and float(last) == 11 and not last.requires_grad
 
 
+def exact_inputs() -> list[Tensor]:
+    """What each layer of the whole graph is given, and what the last returns."""
+    graph, carried = graph_of("all", 4), Carried()
+    weights = model_of("all", 4, range(LAYERS), carried).weights
+    found = [drawn(VERTICES, WIDTH, seed=3)]
+    for at in range(LAYERS):
+        found.append(found[-1] + torch.tanh(graph @ found[-1] @ weights[str(at)]))
+    return found
+
+
 @torch.no_grad()
-def test_with_weights_that_stay_the_values_become_exact_after_as_many_rounds_as_layers() -> None:
-    parts, carried, alone = parts_of(4), Carried(), Carried()
+def test_with_weights_that_stay_one_more_layer_is_exact_after_each_round() -> None:
+    parts, carried, exact = parts_of(4), Carried(), exact_inputs()
     model = model_of("all", 4, range(LAYERS), carried)
-    alone.begin([0])
-    exact = model_of("all", 4, range(LAYERS), alone)(None, parts_of(1)[0])
-    errors = []
-    for round_ in range(LAYERS + 1):
-        order = [(number + round_) % 4 for number in range(4)]
+    whole = F.cross_entropy(exact[-1], torch.arange(VERTICES) % WIDTH)
+    for num_rounds in range(1, LAYERS + 2):
+        order = [(number + num_rounds) % 4 for number in range(4)]
         carried.begin(order)
-        errors.append(abs(float(sum(model(None, parts[number]) for number in order) / 4 - exact)))
-    assert errors[0] > 1e-3 and errors[-1] <= 1e-14
+        loss = sum(model(None, parts[number]) for number in order) / 4
+        for at in range(LAYERS):
+            errors = []
+            for number in range(4):
+                other = (number + 1) % 4
+                carried.begin([other, number])
+                kept = carried.of(str(at), number, other)
+                assert kept is not None
+                errors.append(float((kept - exact[at][parts[number].own]).abs().max()))
+            # Others are near, the later the nearer.
+            assert max(errors) <= 1e-14 if num_rounds > at else max(errors) > 1e-14, (num_rounds, at)
+        # A round's loss is of the values of the round before.
+        assert num_rounds <= LAYERS or abs(float(loss - whole)) <= 1e-14
+
+
+def test_stages_send_less_than_ranks_that_share_each_layer(ranks: list[dict[str, Any]]) -> None:
+    graph, parts = graph_of("all", 4), parts_of(4)
+    inside = torch.arange(VERTICES) // (VERTICES // 4)
+    needed = sum(int(((graph[part.own] != 0).any(0) & (inside != part.number)).sum()) for part in parts)
+    copies = 1 + needed / VERTICES
+    of_layers = 2 * sum(rank["shared"][1] for rank in ranks)
+    of_stages = sum(rank["whole"][2] for rank in ranks)
+    whole = F.cross_entropy(exact_inputs()[-1], torch.arange(VERTICES) % WIDTH)
+    assert sum(rank["shared"][0] for rank in ranks) == pytest.approx(whole.item(), abs=1e-12)
+    assert copies > 2 and of_layers / of_stages >= LAYERS * (copies - 1) / (STAGES - 1) - 1e-12
+
+
+def test_parts_of_a_graph_are_even_and_few_edges_lie_between_them() -> None:
+    # Four groups whose vertices all know each other, in a ring, in no order.
+    group = torch.arange(24) % 4
+    edges = (group[:, None] == group).double()
+    edges[0, 1] = edges[1, 0] = edges[2, 3] = edges[3, 2] = 1.0
+    shuffled = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    parts = least_cut(edges[shuffled][:, shuffled], 4)
+    assert sorted(torch.cat(parts).tolist()) == list(range(24))
+    assert all(len(part) == 6 and len(group[shuffled][part].unique()) == 1 for part in parts)
+    assert sorted(map(len, least_cut(edges, 5))) == [4, 5, 5, 5, 5]
 
 
 def test_backwards_in_another_order_lose_no_gradient_unnoticed() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,8 @@ from tests.workers import Rows, run_rows, run_workers
 from thinwire.collectives import Mailbox, Topology
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.pipeline import Runner
-from thinwire.methods.pipeline import Costs, Plan, check, fitted, plan, recompute, simulate
+from thinwire.methods.pipeline import Action, Costs, Plan, check, fitted, plan, recompute, simulate
+from thinwire.methods.pipeline.plan import Routes
 from thinwire.methods.pipeline.skip import skipping
 
 # "order ranks micro-batches chunks", and what else is done to the plan.
@@ -29,7 +32,7 @@ PLANS: dict[str, list[str]] = {
     ],
     "4": [
         "gpipe 1", "gpipe 4", "1f1b 4", "1f1b 3 always", "v-half 2", "interleaved 4", "interleaved-zb 4", "zbv 4",
-        "dualpipe-v 8", "fitted 4", "halves 4", "skips 4", "skipping 6",
+        "dualpipe-v 8", "fitted 4", "halves 4", "skips 4", "skipping 6", "drawn 1", "drawn 2", "drawn 3", "without 4",
     ],
 }  # fmt: skip
 
@@ -47,8 +50,32 @@ def made(text: str, num_ranks: int) -> Plan:
         return fitted((0, 1, 2, 3, 0), paths, Costs.even(5))
     if order == "skipping":
         return skipping(num_ranks, num, 0.33)
+    if order == "drawn":
+        return drawn(num, num_ranks)
+    if order == "without":
+        # Nobody visits chunk 2.
+        return fitted((0, 1, 2, 3, 0), [(0, 1, 3, 4), (0, 3, 1, 4)] * (num // 2), Costs.even(5))
     result = plan(order, num_ranks, num)
     return recompute(result, mode[0]) if mode else result
+
+
+def drawn(seed: int, num_ranks: int) -> Plan:
+    """Paths through any chunks in any order, and for each rank any order that does not wait for ever."""
+    draws, head = random.Random(seed), num_ranks
+    paths = [
+        (0, *draws.sample(range(1, num_ranks), draws.randint(1, num_ranks - 1)), head)
+        for _ in range(draws.randint(4, 8))
+    ]
+    home = (*range(num_ranks), 0)
+    routes, done = Routes(paths, home), set[Any]()
+    left = [Action(kind, chunk, number) for number, path in enumerate(paths) for chunk in path for kind in "FB"]
+    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+    while left:
+        action = draws.choice([each for each in left if all(need in done for need in routes.needs(each))])
+        left.remove(action)
+        done |= {action, *routes.gives(action)}
+        orders[home[action.chunk]].append(action)
+    return Plan(home, tuple(paths), tuple(map(tuple, orders)))
 
 
 def sizes_of(made: Plan) -> list[int]:
@@ -83,10 +110,125 @@ def _run(rank: int, world_size: int, text: str) -> tuple[float, dict[str, Any], 
     return loss, gradients, sent, runner.sent_bytes(batches), evaluated
 
 
+# "weights micro-batches": of a few steps; "kept mode micro-batches": the most bytes at once in one.
+WEIGHTS = ["weights 1", "weights 3", "weights 4"]
+KEPT = ["kept never 1", "kept never 4", "kept always 4"]
+NUM_CELLS, BATCH = 4, 12
+
+
+class Cells(nn.Module):
+    """A rank's part of four cells of two layers, in order."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__()
+        each = NUM_CELLS // num_ranks
+        self.cells = nn.ModuleList(models.Stage(rank * each + number, NUM_CELLS) for number in range(each))
+        # Of what arrived, how much is still there.
+        self.arrived: list[Any] = []
+        self.most_arrived = 0
+
+    def forward(self, hidden: Tensor | None, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+        if hidden is not None:
+            self.arrived.append(weakref.ref(hidden))
+            there = {id(tensor) for each in self.arrived if (tensor := each()) is not None}
+            self.most_arrived = max(self.most_arrived, len(there))
+        for cell in self.cells:
+            hidden = cell(hidden, micro_batch)
+        assert hidden is not None
+        return hidden
+
+
+def cut_batch(num: int) -> list[tuple[Tensor, Tensor]]:
+    ((tokens, targets),) = models.micro_batches([BATCH])
+    return list(zip(tokens.chunk(num), targets.chunk(num), strict=True))
+
+
+def _weights(rank: int, world_size: int, num: int) -> dict[str, Any]:
+    """The weights after three steps of AdamW."""
+    cells = Cells(rank, world_size)
+    mailbox = Mailbox(None, Topology(world_size, 1))
+    runner = Runner(plan("gpipe", world_size, num), {rank: cells}, mailbox, models.shape, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(cells.parameters(), lr=1e-2)
+    for _ in range(3):
+        runner.run(cut_batch(num))
+        optimizer.step()
+        optimizer.zero_grad()
+    mailbox.close()
+    each = NUM_CELLS // world_size
+    return {
+        f"{rank * each + number}.{name}": param.detach().numpy()
+        for number, cell in enumerate(cells.cells)
+        for name, param in cell.named_parameters()
+    }
+
+
+class Saved:
+    """A tensor that a graph keeps. live: bytes of those that are there, and the most so far."""
+
+    def __init__(self, tensor: Tensor, live: list[int]) -> None:
+        self.tensor, self.live = tensor, live
+        live[0] += tensor.nbytes
+        live[1] = max(live)
+
+    def __del__(self) -> None:
+        self.live[0] -= self.tensor.nbytes
+
+
+def _kept(rank: int, world_size: int, mode: str, num: int) -> tuple[int, int]:
+    """The most bytes that graphs keep at once in a step with the same micro-batches, and the most inputs."""
+    cells, live = Cells(rank, world_size), [0, 0]
+    mailbox = Mailbox(None, Topology(world_size, 1))
+    made_plan = recompute(plan("gpipe", world_size, num), mode)
+    runner = Runner(made_plan, {rank: cells}, mailbox, models.shape, dtype=torch.float64)
+    weights = {param.data_ptr() for param in cells.parameters()}
+
+    def keep(tensor: Tensor) -> Any:
+        return tensor if tensor.data_ptr() in weights else Saved(tensor, live)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it.tensor if isinstance(it, Saved) else it)
+    with hooks:
+        runner.run(models.micro_batches([3] * num))
+    mailbox.close()
+    assert not live[0]
+    return live[1], cells.most_arrived
+
+
+def _row(rank: int, world_size: int, text: str) -> Any:
+    kind, *rest = text.split()
+    if kind == "weights":
+        return _weights(rank, world_size, int(rest[0]))
+    if kind == "kept":
+        return _kept(rank, world_size, rest[0], int(rest[1]))
+    return _run(rank, world_size, text)
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def rows(request: pytest.FixtureRequest) -> tuple[int, Rows]:
     size: int = request.param
-    return size, run_rows(_run, PLANS[str(size)], size, local_size=1)
+    return size, run_rows(_row, [*PLANS[str(size)], *WEIGHTS, *KEPT], size, local_size=1)
+
+
+def test_weights_depend_on_no_number_of_ranks_and_micro_batches(rows: tuple[int, Rows]) -> None:
+    whole = Cells(0, 1)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for _ in range(3):
+        whole(None, cut_batch(1)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(whole.cells.named_parameters())
+    for text in WEIGHTS:
+        found = {name: value for row in rows[1].of(text) for name, value in row.items()}
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            assert abs(value - expected[name].detach().numpy()).max() <= 1e-10, (text, name)
+
+
+def test_a_stage_that_recomputes_keeps_inputs_and_one_micro_batch_s_graph(rows: tuple[int, Rows]) -> None:
+    told = rows[1]
+    for rank, (one, all_four, again) in enumerate(zip(*map(told.of, KEPT), strict=True)):
+        assert all_four[0] == 4 * one[0] and again[0] == one[0] > 0
+        # The first rank is given tokens alone.
+        assert again[1] == (4 if rank else 0)
 
 
 def test_gradients_are_those_of_one_process(rows: tuple[int, Rows]) -> None:

@@ -24,13 +24,13 @@ from thinwire.hosts.pipeline.memory import kept_by
 from thinwire.hosts.pipeline.recovery import Holdings
 from thinwire.hosts.pipeline.stage import PipelineStage, check_trained, take_part
 from thinwire.hosts.ranks import Axis, open_ranks
-from thinwire.methods.pipeline import Costs, Pipeline, cut, simulate, token_shares
+from thinwire.methods.pipeline import Costs, Pipeline, cut, fitted, simulate, token_shares
 from thinwire.methods.pipeline.drift import drifted, plan_from
-from thinwire.methods.pipeline.recompute import MORE_BYTES
+from thinwire.methods.pipeline.recompute import MORE_BYTES, mode_of
 from thinwire.models import build_model
 from thinwire.state.replicas import digest
 
-STEPS = 12
+STEPS = 20
 EXACT: dict[str, Any] = {"forward": "fp32", "backward": "fp32"}
 # name: ranks of the pipeline, micro-batches, options.
 GRADIENTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -40,7 +40,7 @@ GRADIENTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "v-half 2": (2, 2, {"plan": "v-half", "recompute": "always"}),
     "first 2": (2, 3, {"head": "first"}),
     "one 2": (2, 1, {}),
-    "gpipe 4": (4, 4, {"plan": "gpipe"}),
+    "gpipe 4": (4, 5, {"plan": "gpipe"}),
     "1f1b 4": (4, 6, {"plan": "1f1b", "recompute": "except-last"}),
     "fitted 4": (4, 5, {"layers": "1,1,1,1"}),
     "swap 4": (4, 5, {"recover": "swap"}),
@@ -109,6 +109,12 @@ def gradients(rank: int, name: str) -> Any:
     norm, loss = float(stage.reduce()), stage.optimizer.mean_loss
     tokens, targets = batches(1, 1)[0]
     forward = float(whole(tokens, targets)), whole(tokens).numpy()
+    if name == "auto 4":
+        # The second step's times choose again, and the row and the prediction name what runs.
+        own.forward_backward(batches(1, num))
+        mode = mode_of(own._runner(num).plan)
+        assert own.on_recompute[0][1].startswith(f"{mode}: ")
+        assert own.prediction is not None and str(own.prediction).endswith(f"; recompute auto: {mode}")
     stage.close()
     return found, norm, loss, forward
 
@@ -134,9 +140,9 @@ def trained(rank: int, name: str) -> Any:
         with torch.no_grad():
             next(whole.parameters()).add_(1.0)
     stage = stage_of(whole, mesh, METHODS[name], **EXACT)
-    hashes, norms, losses, sent = [], [], [], []
+    hashes, norms, losses, sent, probes = [], [], [], [], []
     for step in range(STEPS):
-        before = stage.optimizer.meter.snapshot().sent_bytes
+        before = stage.optimizer.meter.snapshot()
         given = batches(step, 2, mesh["data"].get_local_rank(), 2)
         expected = stage.next_loss(given) if step == 7 else None
         stage.forward_backward(given)
@@ -145,7 +151,11 @@ def trained(rank: int, name: str) -> Any:
         assert expected is None or expected == pytest.approx(losses[-1], abs=1e-12)
         stage.optimizer.synchronize()
         hashes.append(digest([param.detach() for param in whole.parameters()]).tolist())
-        sent.append(stage.optimizer.meter.snapshot().sent_bytes - before)
+        spent = stage.optimizer.meter.snapshot() - before
+        probes.append(sum(spent.sent_by(f"probe_{way}") for way in ("forward", "backward")))
+        sent.append(spent.sent_bytes - probes[-1])
+    assert stage.pipeline.prediction is not None
+    links = stage.pipeline.prediction.timeline.link_bytes
     stage.optimizer.check_replicas()
     borders = stage.pipeline._runner(2).sent_bytes(batches(0, 2, 0, 2))
     found = {
@@ -153,7 +163,8 @@ def trained(rank: int, name: str) -> Any:
         "place": (mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()),
         "hashes": hashes, "norms": norms, "losses": losses, "sent": sent,
         "promised": borders + stage.optimizer.bytes_per_step, "loss": float(whole(*batches(99, 1)[0])),
-        "skipped": skipped(stage, mesh),
+        "skipped": skipped(stage, mesh), "probes": probes, "borders": borders,
+        "predicted": sum(num for (source, _), num in links.items() if source == mesh["pipeline"].get_local_rank()),
     }  # fmt: skip
     stage.close()
     return found
@@ -179,20 +190,53 @@ def replanned(rank: int) -> Any:
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pipeline", "data"))
     stage = stage_of(model(), mesh, thinwire.Zero(), head="first", skip=0.25, **EXACT)
     own, found = stage.pipeline, []
-    with patch.multiple(stage_module, MEASURED_EVERY=2, measured_links=lambda *_, all_pairs: next(probes)):
+    order: list[str] = []
+    send = stage.optimizer.send_accumulated
+
+    def measured_links(*_: Any, all_pairs: bool) -> Network:
+        order.append("links")
+        return next(probes)
+
+    def send_accumulated() -> None:
+        order.append("gradients")
+        send()
+
+    noted = patch.object(stage.optimizer, "send_accumulated", send_accumulated)
+    with noted, patch.multiple(stage_module, MEASURED_EVERY=2, measured_links=measured_links):
         for step in range(6):
             stage.forward_backward(batches(step, 6))
             stage.step(0.5)
             found.append((own._runner(6).plan, own.network, own.why_planned))
     ((number, kept),) = own.plan_kept().items()
+    # Links are free of gradients while they are measured.
+    assert order == ["gradients", *["links", "gradients", "gradients"] * 2, "links", "gradients"]
     assert number == "6" and plan_from(json.loads(json.dumps(kept))) == (found[-1][0], slow)
     stage.close()
     return found
 
 
+def unvisited(rank: int) -> bool:
+    """Whether a step changes this stage's weights, where no micro-batch visits stage 2 and nothing decays."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pipeline", "data"))
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=2e-3, weight_decay=0.0)
+    options = thinwire.Pipeline(head="first", skip=0.25, **EXACT)
+    stage: Any = thinwire.parallelize(whole, optimizer, mesh, [options, thinwire.Zero()], local_size=1, announce=False)
+    own: PipelineStage = stage.pipeline
+    own._runners[4] = own._running(fitted((0, 1, 2, 3, 0), [(0, 1, 3, 4), (0, 3, 1, 4)] * 2, Costs.even(5)))
+    before = {name: weight.detach().clone() for name, weight in own.weights.items()}
+    stage.forward_backward(batches(0, 4))
+    stage.step(0.5)
+    stage.optimizer.synchronize()
+    changed = [not torch.equal(before[name], weight) for name, weight in own.weights.items()]
+    stage.close()
+    assert len(set(changed)) == 1
+    return changed[0]
+
+
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     found = {name: gradients(rank, name) for name in GRADIENTS}
-    found["replanned"] = replanned(rank)
+    found["replanned"], found["changed"] = replanned(rank), unvisited(rank)
     return found | {name: trained(rank, name) for name in METHODS}
 
 
@@ -231,10 +275,10 @@ def test_gradients_and_forwards_are_those_of_one_process(name: str, ranks: list[
             assert abs(forward_here[1] - forward[1]).max() <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["1f1b 2", "fitted 2"])
+@pytest.mark.parametrize("name", ["1f1b 2", "fitted 2", "fitted 4"])
 def test_the_plan_changes_no_bit(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        (expected, *_), (found, *_) = rank["gpipe 2"], rank[name]
+        (expected, *_), (found, *_) = rank[f"gpipe {name[-1]}"], rank[name]
         assert all((found[key] == expected[key]).all() for key in expected)
 
 
@@ -245,13 +289,20 @@ def test_paths_are_planned_for_measured_links_and_anew_when_one_drifts(ranks: li
     assert plans[1] == plans[4]
     assert networks[0] is None and networks[1] == networks[4] and networks[5].rates[0][1] == 1e4
     assert reasons[:5] == ("",) * 5 and reasons[5].partition(": ")[0] in ("0 to 1", "1 to 0")
-    assert reasons[5].endswith(": 0.01 MB/s where it was 100")
+    assert reasons[5].endswith(": 0.01 MB/s and 0.001 ms where it was 100 MB/s and 0.001 ms")
     costs = Costs.even(5, forward_s=0.01, forward_bytes=1e4)
     step = simulate(plans[5], costs, networks[4])
     # A little slower, or where it makes no difference to a step: no drift.
     for rate in (9e7, 7e7):
         assert not drifted(networks[4], Network.even(4, rate=rate), step)
-    assert "MB/s where it was 100" in drifted(networks[4], Network.even(4, rate=1e6), step)
+    assert "where it was 100 MB/s" in drifted(networks[4], Network.even(4, rate=1e6), step)
+    # As many bytes a second, each message later.
+    assert "MB/s and 50 ms where" in drifted(networks[4], Network.even(4, rate=1e8, delay_s=0.05), step)
+    assert not drifted(networks[4], Network.even(4, rate=1e8, delay_s=1e-5), step)
+
+
+def test_a_stage_that_nobody_visits_keeps_its_weights(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["changed"] for rank in ranks] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -267,8 +318,11 @@ def test_replicas_of_a_stage_are_equal_and_bytes_are_those_of_the_formula(
         assert found["loss"] == told[0]["loss"]
         assert found["skipped"] == (1, True)
         if name != "powersgd":
-            # Not where the next loss was asked for, nor where the link was measured.
+            # Not where the next loss was asked for.
             assert all(sent == found["promised"] for step, sent in enumerate(found["sent"]) if step not in (7, 8))
+        # What is predicted is sent, tied weights included; what was measured is no part of it.
+        assert found["predicted"] == found["borders"]
+        assert [step for step, num in enumerate(found["probes"]) if num] == [1]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from thinwire.hosts.pipeline.stage import PipelineStage, take_part
 from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.hosts.tensor import TensorAxis, cut_parameters
 from thinwire.methods.pipeline import token_shares
-from thinwire.models import build_model
+from thinwire.models import build_model, llama
 from thinwire.models.llama import MLP
 from thinwire.models.tensor import COLUMNS, cut_over, cuts_of
 from thinwire.models.vocabulary import lose_by_rows
@@ -297,6 +298,87 @@ def test_a_border_carries_each_byte_once(name: str, of_eight: list[dict[str, Any
         gathered = border
         # The first step has no weights to fetch yet, and behind the second one links are measured.
         assert all(sent == rank["formula"] + gathered + rank["of_method"] for sent in rank["sent"][3:])
+
+
+class Mean(Alone):
+    """The mean over replicas, in fp64."""
+
+    def _reduce(self) -> None:
+        for tensor in self.trained.values():
+            assert tensor.grad is not None
+            tensor.grad = self.comm.wait(self.comm.all_gather_exact(tensor.grad.contiguous())).mean(0)
+
+    def _counts(self, name: str) -> bool:
+        return self.comm.rank == 0 and super()._counts(name)
+
+
+# Ranks of the axes pipeline, data and tensor.
+FACTORS = [(p, 8 // p // t, t) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8) if p * t <= 8]
+
+
+def of_eight_heads() -> Any:
+    overrides = {
+        "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "num_hidden_layers": 8,
+    }  # fmt: skip
+    return build_model("tiny", 64, 16, overrides=overrides).to(torch.float64)
+
+
+def eight_sequences(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, targets = torch.randint(0, 64, (2, 8, 4), generator=torch.Generator().manual_seed(step))
+    return tokens, targets
+
+
+def factorised(sizes: tuple[int, int, int]) -> float:
+    """The loss after three steps."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pipeline", "data", "tensor"))
+    whole = of_eight_heads()
+    cut_over(whole, mesh["tensor"])
+    optimizer = adamw_with_eps(whole)
+    part = take_part(whole, optimizer, thinwire.Pipeline(**EXACT, plan="1f1b"), mesh["pipeline"])
+    tensor: TensorAxis = cut_parameters(whole, optimizer, mesh["tensor"], part.chunks.values())
+    part = part.local(tensor)
+    axis = Axis(mesh["data"], flattened(mesh), tensor, part.num_names)
+    members = open_ranks(axis, local_size=1, timeout_s=300, checked=False)
+    mean = Mean(whole, optimizer, members, dict(whole.named_parameters()), 0, [])
+    own = PipelineStage(part, mesh["pipeline"], mean, seed=0, timeout_s=300, checked=False, tensor=tensor)
+    stage = thinwire.PipelinedModel(whole, mean, [], own, tensor)
+    share = slice(*(8 // sizes[1] * (mesh["data"].get_local_rank() + more) for more in (0, 1)))
+    for step in range(3):
+        tokens, targets = (each[share] for each in eight_sequences(step))
+        stage.forward_backward([(tokens, targets)])
+        stage.step(0.5)
+    tokens, targets = eight_sequences(9)
+    loss = nn.functional.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten())
+    stage.close()
+    return float(loss)
+
+
+def all_factorised(rank: int, world_size: int) -> list[float]:
+    with patch.object(llama, "next_token_loss", wide_of_logits):
+        return [factorised(sizes) for sizes in FACTORS]
+
+
+def wide_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss in fp64; a head that is cut by rows has computed it itself."""
+    return logits if logits.dim() == 0 else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.whole
+def test_eight_ranks_train_alike_however_they_are_shared_out() -> None:
+    whole = of_eight_heads()
+    optimizer = adamw_with_eps(whole)
+    for step in range(3):
+        wide_loss(whole, *eight_sequences(step)).backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        expected = float(wide_loss(whole, *eight_sequences(9)))
+    told = run_workers(all_factorised, 8)
+    assert len(FACTORS) == 10
+    for number, sizes in enumerate(FACTORS):
+        assert all(abs(losses[number] - expected) <= 1e-9 for losses in told), sizes
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

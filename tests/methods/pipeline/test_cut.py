@@ -41,8 +41,16 @@ OPT = {
     "num_attention_heads": 4,
     "dropout": 0.0,
 }
-# Masks of two kinds, learned positions, a norm behind the embedding, projections around the layers, no attention.
+WITHOUT_END = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+# Masks of two kinds, learned positions, a norm behind the embedding, projections around the layers, no attention,
+# windows, attention beside the MLP, positions as a bias, matrices in one piece, one key-value head.
 FOREIGN: dict[str, dict[str, Any]] = {
+    "LlamaConfig": SIZES,
+    "Qwen3Config": {**SIZES, "head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "GPTNeoXConfig": {**SIZES, **WITHOUT_END},
+    "MptConfig": {"vocab_size": 64, "d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 64},
+    "Phi3Config": {**SIZES, **WITHOUT_END},
+    "FalconConfig": {**BLOOM, "num_hidden_layers": 4, "num_attention_heads": 4, **WITHOUT_END},
     "Gemma3TextConfig": {**SIZES, "head_dim": 8, "sliding_window": 8},
     "GPT2Config": GPT2 | WITHOUT_DROPOUT,
     "BloomConfig": BLOOM,
@@ -189,6 +197,13 @@ def test_chunks_are_as_even_as_layers_allow() -> None:
             found = balanced(operations, sizes, chunks)
             borders = tuple(sum(found[:index]) for index in range(chunks + 1))
             assert cost(borders, operations, sizes) == min(cost(each, operations, sizes) for each in cuts)
+
+
+def test_attention_weighs_by_the_square_of_a_sequence() -> None:
+    model = build_model("tiny", 8192, 2048, overrides={"num_hidden_layers": 8})
+    # By itself, of the sequences that the model takes.
+    assert cut(model, 2, seq_len=8).sizes == (7, 1) and cut(model, 2).sizes == cut(model, 2, seq_len=2048).sizes
+    assert cut(model, 2).sizes == (5, 3)
 
 
 def test_a_heavy_head_leaves_its_chunk_fewer_layers() -> None:

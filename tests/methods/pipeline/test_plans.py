@@ -101,6 +101,24 @@ def test_messages_take_their_time_and_are_counted() -> None:
     assert timeline.link_bytes == {(0, 1): 20.0, (1, 0): 10.0}
 
 
+def test_a_tied_weight_travels_before_the_last_rank_works_and_its_gradient_ends_the_step() -> None:
+    made, links = plan("gpipe", 2, 1), Network.even(2, rate=10.0)
+    timeline = simulate(made, replace(Costs.even(2), tied_bytes=100.0), links)
+    # Sent at 1, there at 11; forward and backward until 14, and the gradient is back at 24.
+    assert [begin for _, begin, _ in timeline.spans[1]] == [11.0, 12.0] and timeline.makespan_s == 24.0
+    assert timeline.link_bytes == {(0, 1): 100.0, (1, 0): 100.0} and timeline.idle_s == (21.0, 21.0)
+    assert len(timeline.messages) == 4 and simulate(made, Costs.even(2), links).makespan_s == 6.0
+    # Both ends on one rank share a weight without a message.
+    both = plan("v-half", 2, 2)
+    assert simulate(both, replace(Costs.even(4), tied_bytes=100.0), links) == simulate(both, Costs.even(4), links)
+    # A copy for a recovery is in front of the messages of its link, and nothing waits for it.
+    costs = replace(Costs.even(2, forward_bytes=10.0), copies=((0, 1, 40.0),))
+    timeline = simulate(made, costs, links)
+    assert timeline.makespan_s == 4 + 1 + 1 + 2 + 1 + 2 and timeline.link_bytes[0, 1] == 50.0
+    alone = replace(Costs.even(2), copies=((1, 0, 1e3),))
+    assert simulate(plan("gpipe", 2, 1), alone, links).makespan_s > 6.0
+
+
 def test_torch_orders_keep_their_ranks() -> None:
     assert plan("zbv", 4, 8).home == (0, 1, 2, 3, 3, 2, 1, 0)
     assert plan("interleaved", 4, 8).home == (0, 1, 2, 3, 0, 1, 2, 3)

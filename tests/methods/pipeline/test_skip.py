@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
@@ -13,7 +14,7 @@ import pytest
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline import Costs, Pipeline, check, simulate
-from thinwire.methods.pipeline.conflicts import Busy, Forbidden, found_paths, shortest
+from thinwire.methods.pipeline.conflicts import Busy, Forbidden, _either, _root, _search, found_paths, shortest
 from thinwire.methods.pipeline.ground import Ground, problem_of
 from thinwire.methods.pipeline.skip import full_paths, path_length, planned_paths, random_paths, skipping, waves
 
@@ -52,19 +53,27 @@ def test_rules_of_a_path(path: list[int], problem: str) -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "length"), [(3, 2), (4, 3), (6, 4)])
-def test_paths_keep_the_rules_and_what_nodes_take(num_stages: int, length: int) -> None:
-    ground = world(num_stages, [2] * num_stages, memory=2)
-    num_paths, num_found = 4, 0
+@pytest.mark.parametrize("is_stated", [False, True])
+def test_paths_keep_the_rules_and_what_nodes_take(is_stated: bool, num_stages: int, length: int) -> None:
+    # An even share of all visits, or as much stated as what each of a stage's two nodes takes.
+    num_paths, num_found = 8, 0
+    most = math.ceil(num_paths * (length - 1) / (num_stages - 1))
+    most_of_node = math.ceil(most / 2)
+    most = 2 * most_of_node if is_stated else most
+    ground = world(num_stages, [2] * num_stages, memory=most_of_node if is_stated else None)
+    unlimited = [shortest(ground, number % 2, 0.0, length, Forbidden()) for number in range(num_paths)]
+    crowded = Counter(node for route in unlimited if route is not None for node in route.path[1:])
+    stages_crowded = Counter(ground.stages[node] for node in crowded.elements())
+    assert max(crowded.values()) > most_of_node or max(stages_crowded.values()) > most
     for paths in found_paths(ground, num_paths, length):
         num_found += 1
-        assert len(paths) == num_paths and [path[0] for path in paths] == [0, 1, 0, 1]
+        assert [path[0] for path in paths] == [0, 1] * (num_paths // 2)
         for path in paths:
             stages = [ground.stages[node] for node in path]
             assert len(stages) == length and not problem_of(stages)
         nodes = Counter(node for path in paths for node in path[1:])
-        assert max(nodes.values()) <= 2
-        stages_used = Counter(ground.stages[node] for node in nodes.elements())
-        assert all(num <= 4 for num in stages_used.values())
+        assert max(nodes.values()) <= most_of_node
+        assert max(Counter(ground.stages[node] for node in nodes.elements()).values()) <= most
     assert num_found
 
 
@@ -88,15 +97,30 @@ def test_a_path_is_the_one_that_is_done_first() -> None:
     assert shortest(ground, 0, 0.0, 3, Forbidden(stages=frozenset([1, 2, 3]))) is None
 
 
-def test_paths_that_avoid_collisions_never_need_a_node_at_once() -> None:
-    ground = world(2, [2, 2, 2, 2], memory=2)
-    from thinwire.methods.pipeline.conflicts import _collision, _root, _search
+def waited_s(ground: Ground, paths: Sequence[Sequence[int]]) -> float:
+    """Seconds that forwards wait for a node that is busy, in the plan that would run."""
+    plan = ground.plan_of(paths)
+    timeline = simulate(plan, ground.costs, ground.network)
+    arrived = {what: end_s for *_, what, _, end_s in timeline.messages}
+    waited = 0.0
+    for action, begin_s, _ in (each for span in timeline.spans for each in span):
+        needs = [arrived[need] for need in plan.routes.needs(action) if need in arrived]
+        waited += begin_s - needs[0] if action.kind == "F" and needs else 0.0
+    return waited
 
+
+def test_paths_that_avoid_collisions_never_wait_for_a_node_in_the_plan_that_runs() -> None:
+    ground = world(2, [2, 2, 2, 2], memory=2)
+    # Links that messages share are no nodes.
+    free = tuple((math.inf,) * len(ground.stages) for _ in ground.stages)
+    ground = replace(ground, network=replace(ground.network, rates=free))
     root = _root(ground, 4, 3)
-    assert root is not None and _collision(ground, root)[0]
-    clear = list(_search(ground, [root], lambda found: _collision(ground, found), 2))
+    assert root is not None
+    clear = list(_search(ground, [root], lambda found: _either(ground, found, 3), 4))
     assert clear
     for solution in clear:
+        # Of two that go back at once one waits, and what comes behind it may too, for a moment.
+        assert waited_s(ground, solution.paths) < 0.01 * 1.76 < 1.76 < waited_s(ground, root.paths)
         for one, two in combinations(solution.routes, 2):
             for a, b in product(one.busy, two.busy):
                 apart = a.end_s <= b.start_s + 1e-9 or b.end_s <= a.start_s + 1e-9
@@ -141,8 +165,11 @@ def test_planned_paths_beat_random_ones_and_these_the_whole_pipeline() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "skip", "message"),
-    [(4, 1.0, "below 1; nearest: 0.33"), (4, -0.5, "nearest: 0"), (4, 0.8, "visits at least 2; nearest: 0.5")],
-)
+    [
+        (4, 1.0, "below 1; nearest: 0.33"), (4, -0.5, "nearest: 0"), (4, 0.8, "visits at least 2; nearest: 0.5"),
+        (4, 0.1, "leaves out no stage; nearest: 0.25, which leaves out one"), (2, 0.2, "no stage; nearest: 0"),
+    ],
+)  # fmt: skip
 def test_shares_that_leave_no_path_are_refused(stages: int, skip: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         skipping(stages, 8, skip)

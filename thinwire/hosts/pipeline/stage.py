@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ from thinwire.hosts.offload.hollow import any_values, is_hollow
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.hosts.pipeline.measured import measured, spans_of_all
 from thinwire.hosts.pipeline.memory import Activations, kept_by
-from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, packed, recovered
+from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, first_copies, keeper_of, packed, recovered
 from thinwire.hosts.pipeline.runner import Runner, counts_forwards
 from thinwire.hosts.pipeline.shared import SharedMailbox
 from thinwire.hosts.pipeline.tied import TiedWeights
@@ -36,7 +37,7 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import AGREE, BACKWARD, EMBED, FORWARD, SCATTER, SCORE, TRAIN, ordered, straight
 from thinwire.methods.pipeline.recompute import AUTO, MODES, mode_of
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, lr_factor
-from thinwire.methods.pipeline.simulate import PipelineTimeline, trace
+from thinwire.methods.pipeline.simulate import PipelineTimeline, peak_bytes, trace
 from thinwire.methods.pipeline.vocabulary import Own
 from thinwire.models.vocabulary import lose_by_rows
 from thinwire.table import Row
@@ -193,11 +194,13 @@ class Prediction:
         bubbles: for each rank, the share of the step in which it computes nothing.
         in_flight: for each rank, the most micro-batches whose activations it keeps at once.
         timeline: of that step.
+        mode: in which it recomputes, where that is "auto".
     """
 
     bubbles: tuple[float, ...]
     in_flight: tuple[int, ...]
     timeline: PipelineTimeline
+    mode: str = ""
 
     @property
     def step_s(self) -> float:
@@ -215,7 +218,7 @@ class Prediction:
         held = ", ".join(map(str, self.in_flight))
         return (
             f"{self.step_s:.3g} s a step; stages, first to last, are idle for {shown} of it, and hold at most {held} "
-            f"micro-batches at once; they send {links}"
+            f"micro-batches at once; they send {links}" + (f"; recompute {AUTO}: {self.mode}" if self.mode else "")
         )
 
 
@@ -258,8 +261,8 @@ class PipelineStage:
             if self.alike is None
             else SharedMailbox(self.alike, mesh, topology, **options)
         )
-        # What is measured is no part of a step.
-        self._probe = Mailbox(mesh, topology, timeout_s=timeout_s)
+        # What is measured is no part of a step, and counts as an operation of its own.
+        self._probe = Mailbox(mesh, topology, timeout_s=timeout_s, meter=optimizer.comm.meter, operation="probe")
         self.crossing = part.options.crossing(seed)
         self.tied = TiedWeights(self.mailbox, part.tied, () if tensor is None else tensor.parts)
         self._runners: dict[int, Runner] = {}
@@ -278,7 +281,8 @@ class PipelineStage:
         if part.options.recover != NONE:
             box = Mailbox(mesh, topology, timeout_s=timeout_s, checked=checked, meter=optimizer.comm.meter)
             self.ends = EndCopies(box, part.holdings, part.copies)
-        # The norm of the last gradient of this stage's layers, and how often each stage was recovered.
+        # The norm of the last finite gradient of this stage's layers, its own before replicas average and before it is
+        # clipped, which scales all stages alike; and how often each stage was recovered.
         self.norm = 0.0
         self.recoveries: dict[int, int] = {}
         self.num_before = 0
@@ -323,8 +327,8 @@ class PipelineStage:
 
         Return the loss on the head's rank, else 0.
 
-        Each rank sends its gradients as soon as its own last backward is done. Raises ConfigError for a number of
-        batches that does not fit the plan.
+        Each rank sends its gradients as soon as its own last backward is done, or, in steps that measure links, right
+        after that. Raises ConfigError for a number of batches that does not fit the plan.
         """
         self._call_by(loss)
         self.settle(batches, loss)
@@ -336,16 +340,20 @@ class PipelineStage:
         self.step_s = time.perf_counter() - start
         self.busy_s = sum(ended - begun for _, begun, ended in runner.spans)
         if self.ends is not None:
-            self.norm = self._norm_of_layers()
-        self.optimizer.send_accumulated()
+            norm = self._norm_of_layers()
+            # The step of a gradient that is not finite is skipped, and its norm would make a mean of layers NaN.
+            self.norm = norm if math.isfinite(norm) else self.norm
         self.num_before, self.num_steps = runner.num_before, self.num_steps + 1
+        since = self.num_steps - MEASURED_STEP
+        if is_measured := not since or (self.part.options.is_measured and since > 0 and since % MEASURED_EVERY == 0):
+            # In front of the gradients of replicas, which would slow the probes of links.
+            self._fit(runner, batches)
+        self.optimizer.send_accumulated()
         # The mean over all ranks is that over the replicas of the whole.
         self.optimizer.note_loss(float(part) * self.num_stages)
-        since = self.num_steps - MEASURED_STEP
-        if not since or (self.part.options.is_measured and since > 0 and since % MEASURED_EVERY == 0):
-            self._fit(runner, batches)
-        elif self.trace is None and self.prediction is not None and runner.plan.orders == self.prediction.orders:
-            self.trace = trace(self.prediction.timeline.spans, "predicted")
+        known = None if is_measured or self.trace is not None else self.prediction
+        if known is not None and runner.plan.orders == known.orders:
+            self.trace = trace(known.timeline.spans, "predicted")
             self.trace += trace(spans_of_all(runner, self.comm), "measured")
         return float(part)
 
@@ -374,16 +382,19 @@ class PipelineStage:
         if self.part.vocabulary is not None:
             found = replace(found, spread=self.part.vocabulary.kept_bytes(largest))
         self.activations = found
-        plan = self._runner(len(batches)).plan
-        peaks = simulate(plan, found.costs(Costs.even(made.num_chunks))).peak_bytes
+        self.on_recompute = [self._row_on_mode(self._runner(len(batches)).plan, found)]
+        return self.on_recompute
+
+    def _row_on_mode(self, plan: Plan, found: Activations) -> Row:
+        """A row on the mode in which a plan recomputes, where that is "auto"."""
+        peaks = peak_bytes(plan.orders, found.costs(Costs.even(len(plan.home))))
         shown = ", ".join(f"{peak / 1e6:.1f} of {free / 1e6:.0f}" for peak, free in zip(peaks, found.free, strict=True))
         mode, why = mode_of(plan), f"activations of the stages, in MB of what is free for them: {shown}"
         if any(peak > free for peak, free in zip(peaks, found.free, strict=True)):
             why += "; no choice fits: a smaller micro-batch, in_flight or chunk does"
         elif found.free[0] == torch.inf:
             why = "a layer keeps statistics of each forward, and must not run twice"
-        self.on_recompute = [(f"recompute {AUTO}", f"{mode}: {MODES[mode]}", why)]
-        return self.on_recompute
+        return f"recompute {AUTO}", f"{mode}: {MODES[mode]}", why
 
     def next_loss(self, batches: Sequence[MicroBatch], loss: Loss = models_own) -> float:
         """The loss that `forward_backward` would return, as the mean over all replicas. A collective over all ranks."""
@@ -617,7 +628,10 @@ class PipelineStage:
 
         All ranks compute the same plan from the same numbers.
         """
-        costs: Costs = self._of_first(measured(runner, self.comm, batches))
+        costs = self._with_ends(self._of_first(measured(runner, self.comm, batches)))
+        if self.ends is not None:
+            # Copies that are still on their way would slow the probes.
+            self.ends.take()
         skips = bool(self.part.options.skip)
         network: Network = self._of_first(measured_links(self.comm, self._probe, all_pairs=skips))
         num, plan = len(batches), runner.plan
@@ -628,9 +642,19 @@ class PipelineStage:
             self._runners[num] = self._running(plan)
         elif self.prediction is not None:
             return
-        found = simulate(plan, costs, self.network)
+        found, mode = simulate(plan, costs, self.network), ""
+        if self.activations is not None:
+            # The times of a step may make another mode the fastest.
+            self.on_recompute, mode = [self._row_on_mode(plan, self.activations)], mode_of(plan)
         bubbles = tuple(idle / max(found.makespan_s, 1e-12) for idle in found.idle_s)
-        self.prediction = Prediction(bubbles, in_flight(plan), found)
+        self.prediction = Prediction(bubbles, in_flight(plan), found, mode)
+
+    def _with_ends(self, costs: Costs) -> Costs:
+        """The costs with the messages that belong to no micro-batch: tied weights, and copies for a recovery."""
+        holdings, share = self.part.holdings, self.mailbox.share_bytes
+        ends = [holdings.num_bytes(names) for names in holdings.ends] if self.ends is not None else []
+        copies = tuple((rank, keeper_of(rank, self.num_stages), share(num)) for rank, num in enumerate(ends) if num)
+        return replace(costs, tied_bytes=share(holdings.num_bytes(holdings.tied)), copies=copies)
 
     def plan_kept(self) -> dict[str, Any]:
         """The plan on which bits depend, since it was made for measured links, as JSON can hold it; empty: none."""

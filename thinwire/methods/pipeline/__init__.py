@@ -1,6 +1,6 @@
 """Pipelines as data: which rank computes which layers for which micro-batch, and in which order."""
 
-from thinwire.methods.pipeline.carried import Carried, there_and_back
+from thinwire.methods.pipeline.carried import Carried, least_cut, there_and_back
 from thinwire.methods.pipeline.check import Limits, check, in_flight
 from thinwire.methods.pipeline.cut import Chunk, Cut, cut, token_shares
 from thinwire.methods.pipeline.fitted import fitted
@@ -25,6 +25,7 @@ __all__ = [
     "cut",
     "fitted",
     "in_flight",
+    "least_cut",
     "plan",
     "recompute",
     "simulate",

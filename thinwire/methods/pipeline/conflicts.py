@@ -154,7 +154,7 @@ def found_paths(ground: Ground, num_paths: int, length: int) -> Iterator[tuple[t
     if root is None:
         return
     evened = list(_search(ground, [root], lambda found: _overload(ground, found, length), LOAD_SOLUTIONS))
-    clear = _search(ground, evened, lambda found: _collision(ground, found), CLEAR_SOLUTIONS)
+    clear = _search(ground, evened, lambda found: _either(ground, found, length), CLEAR_SOLUTIONS)
     seen = set()
     for solution in (*evened, *clear):
         if solution.paths not in seen:
@@ -237,6 +237,13 @@ def _overload(ground: Ground, solution: Solution, length: int) -> Conflict:
             ways.append((agent, replace(own, nodes=own.nodes | {node})))
             seen.add(path)
     return sum(over_stages.values()) + sum(over_nodes.values()), ways
+
+
+def _either(ground: Ground, solution: Solution, length: int) -> Conflict:
+    """Overload before collisions: who avoids a collision must not crowd another node."""
+    overload, ways = _overload(ground, solution, length)
+    collisions, ways_on = _collision(ground, solution)
+    return overload + collisions, ways if overload else ways_on
 
 
 def _collision(ground: Ground, solution: Solution) -> Conflict:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from thinwire._compat import flop_counter
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.pipeline.balance import balanced
 
@@ -213,11 +214,13 @@ def token_shares(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
 
 
 def cut(
-    model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: str = "last", *, apart: bool = False
-) -> Cut:
+    model: nn.Module, stages: int, layers: str | Sequence[int] = "", head: str = "last", *, apart: bool = False,
+    seq_len: int | None = None,
+) -> Cut:  # fmt: skip
     """Cut a causal language model into chunks of consecutive layers, one for each stage.
 
-    The model is run once on a few tokens, and so are its chunks.
+    The model is run twice on a few tokens, and its chunks once. Of n tokens a layer has a n + b n^2 operations; a and b
+    follow from the two runs.
 
     Args:
         model: called as model(tokens, targets=None); returns logits, or the mean loss. Its layers are the nn.ModuleList
@@ -227,6 +230,8 @@ def cut(
         head: "last": the last stage has it; "first": micro-batches return to the first stage, which has the head as a
             chunk of its own besides the embedding; "spread": no chunk has embedding or head, see Vocabulary.
         apart: embedding and head are chunks of their own, on the first and the last rank.
+        seq_len: tokens of a sequence, for which operations are counted; None: `model.max_seq_len`, or, without it, the
+            few.
 
     Raises ConfigError for more stages than layers; for layers that don't add up; for a model whose layers pass on more
     than one hidden state, or whose weights are used in several places; for "spread" also for a model that does more
@@ -240,7 +245,8 @@ def cut(
         raise ConfigError(f"{stages} stages of {len(found)} layers: nearest that works: {near}")
     stated = stated_sizes(layers, stages, len(found)) if layers else None
     probe = _Probe(model, name, found, 0 if head == "first" else -1, spread=head == SPREAD)
-    sizes, home = stated or balanced(probe.operations, probe.num_parameters, stages), tuple(range(stages))
+    length: int = getattr(model, "max_seq_len", len(PROBE)) if seq_len is None else seq_len
+    sizes, home = stated or balanced(probe.operations(length), probe.num_parameters, stages), tuple(range(stages))
     if head == "first":
         sizes, home = (*sizes, 0), (*home, 0)
     elif apart:
@@ -279,8 +285,7 @@ def stated_sizes(layers: str | Sequence[int], stages: int, num_layers: int) -> t
 class _Probe:
     """What one forward shows: which modules run before and after the layers, and each layer's cost.
 
-    operations, num_parameters: of each layer; the head's are added to the layer at `head`, the embedding's to the
-    first.
+    num_parameters: of each layer; the head's are added to the layer at `head`, the embedding's to the first.
     spread: neither head nor embedding is added to a layer, or listed in `front` and `back`.
     """
 
@@ -305,8 +310,9 @@ class _Probe:
         )
         self.tokens = torch.tensor([PROBE], device=device) % vocabulary
         watched = {**owners, **{f"{name}.{index}": layer for index, layer in enumerate(layers)}}
-        counter = FlopCounterMode(display=False)
-        self.logits = self._run(model, watched, counter)
+        half, whole = flop_counter(), flop_counter()
+        self._run(model, {}, half, self.tokens[:, : len(PROBE) // 2])
+        self.logits = self._run(model, watched, whole, self.tokens)
         front, self.back = self._sides(owners, name, len(layers))
         self.vocabulary = self._spread(model, owners, front) if spread else None
         if self.vocabulary is not None:
@@ -315,21 +321,41 @@ class _Probe:
         self.front = tuple(self._fronts[owner] for owner in front)
         hidden, self.returns = _hidden_of(self._outputs)
         self.features, self.dtype = hidden.shape[-1], hidden.dtype
-        counts = {key.partition(".")[2]: sum(found.values()) for key, found in counter.get_flop_counts().items()}
-        self.operations = [counts.get(f"{name}.{index}", 0) for index in range(len(layers))]
-        self.operations[head] += sum(counts.get(owner, 0) for owner in self.back)
+        names = [f"{name}.{index}" for index in range(len(layers))]
+        self._counts = [self._counted(counter, names, head) for counter in (half, whole)]
         self.num_parameters = [sum(param.numel() for param in layer.parameters()) for layer in layers]
         for place, side in ((0, front), (head, self.back)):
             self.num_parameters[place] += sum(
                 p.numel() for owner in side for p in owners[owner].parameters(recurse=False)
             )
 
-    def _run(self, model: nn.Module, watched: Mapping[str, nn.Module], counter: FlopCounterMode) -> Tensor:
+    def operations(self, length: int) -> list[float]:
+        """Floating-point operations of each layer in a forward of so many tokens; the head's count as its layer's.
+
+        a n + b n^2, where b is that of attention. It is not below 0 where rounding up to whole blocks hides it.
+        """
+        num = len(PROBE)
+        squares = [max(0.0, (whole - 2 * half) / (num * num / 2)) for half, whole in zip(*self._counts, strict=True)]
+        return [
+            length * (whole / num - num * square) + length * length * square
+            for whole, square in zip(self._counts[1], squares, strict=True)
+        ]
+
+    def _counted(self, counter: FlopCounterMode, layers: Sequence[str], head: int) -> list[int]:
+        """Operations of each layer in one run."""
+        counts = {key.partition(".")[2]: sum(found.values()) for key, found in counter.get_flop_counts().items()}
+        found = [counts.get(name, 0) for name in layers]
+        found[head] += sum(counts.get(owner, 0) for owner in self.back)
+        return found
+
+    def _run(
+        self, model: nn.Module, watched: Mapping[str, nn.Module], counter: FlopCounterMode, tokens: Tensor
+    ) -> Tensor:
         hooks = [module.register_forward_hook(self._note(name), with_kwargs=True) for name, module in watched.items()]
         was_training = model.training
         try:
             with torch.no_grad(), counter:
-                return model.eval()(self.tokens)
+                return model.eval()(tokens)
         finally:
             model.train(was_training)
             for hook in hooks:

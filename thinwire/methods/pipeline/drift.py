@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
 from thinwire.cost import Network
+from thinwire.cost.drift import drifted_s
 from thinwire.methods.pipeline.plan import Action, Plan
 from thinwire.methods.pipeline.simulate import PipelineTimeline
 
-# How much slower or faster a link's messages must be than planned, and their part of a step that makes it matter.
-DRIFT, MATTERS = 0.25, 0.05
-
 
 def drifted(planned: Network, now: Network, step: PipelineTimeline) -> str:
-    """The link that has drifted most from what a plan was made for, in words; empty if none has by DRIFT.
+    """The link that has drifted most from what a plan was made for, in words; empty if none has.
 
-    Of each link the seconds of a step's messages count: bytes / rate. A link on which the plan sends nothing counts as
-    if it carried as much as the busiest one, for a new plan might use it.
+    Of each link the seconds of a step's messages count, bytes / rate + number * delay; see `drifted_s`. A link on which
+    the plan sends nothing counts as if it carried as much as the busiest one, for a new plan might use it.
 
     step: of the plan, simulated.
     """
-    busiest = max(step.link_bytes.values(), default=0.0)
+    numbers = Counter((source, target) for source, target, *_ in step.messages)
+    carried = {pair: (num_bytes, numbers[pair]) for pair, num_bytes in step.link_bytes.items() if num_bytes}
+    busiest = max(carried.values(), default=(0.0, 0))
     found = []
     for pair in permutations(range(len(planned.nodes)), 2):
-        num_bytes = step.link_bytes.get(pair) or busiest
-        rates = [network.rates[pair[0]][pair[1]] for network in (planned, now)]
-        before_s, now_s = (num_bytes / rate for rate in rates)
-        moved_s = abs(now_s - before_s)
-        if moved_s > DRIFT * min(before_s, now_s) and moved_s > MATTERS * step.makespan_s:
-            found.append(
-                (moved_s, f"{pair[0]} to {pair[1]}: {rates[1] / 1e6:.3g} MB/s where it was {rates[0] / 1e6:.3g}")
-            )
+        num_bytes, number = carried.get(pair, busiest)
+        links = [(network.rates[pair[0]][pair[1]], network.delays_s[pair[0]][pair[1]]) for network in (planned, now)]
+        before_s, now_s = (num_bytes / rate + number * delay_s for rate, delay_s in links)
+        if moved_s := drifted_s(before_s, now_s, step.makespan_s):
+            was, shown = (f"{rate / 1e6:.3g} MB/s and {1e3 * delay_s:.3g} ms" for rate, delay_s in links)
+            found.append((moved_s, f"{pair[0]} to {pair[1]}: {shown} where it was {was}"))
     return max(found)[1] if found else ""
 
 

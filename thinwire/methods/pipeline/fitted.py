@@ -55,7 +55,7 @@ def fitted(
     if min(most) < 1:
         raise ConfigError(f"in_flight {min(most)}: must be at least 1")
     scheduler = _Scheduler(home, paths, most, halves, barriers)
-    timeline = PipelineClock(home, paths, num_ranks, costs, network, barriers=barriers).run(scheduler.choose, set())
+    timeline = PipelineClock(home, paths, num_ranks, costs, network, barriers=barriers).run(scheduler.choose)
     if any(scheduler.waiting):
         raise ConfigError(
             f"in_flight {min(most)} is too few for these paths: ranks that have begun so many micro-batches wait for "

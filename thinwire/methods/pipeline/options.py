@@ -300,6 +300,8 @@ def check_stages(
         problems.messages.append(
             f"recover {options.recover!r} with {stages} stages: {why}; nearest: {fewest} stages, or recover {NONE!r}"
         )
+    if options.skip:
+        problems.note(path_length, stages, options.skip)
     if micro_batches is not None:
         problems.note(options.plan_of, stages, micro_batches)
     problems.raise_any()

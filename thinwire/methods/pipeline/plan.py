@@ -150,6 +150,21 @@ class Shared(NamedTuple):
 PlanMessage = Arrival | Shared | Bridged
 
 
+class Beside(NamedTuple):
+    """A message of a step that belongs to no micro-batch.
+
+    kind: "weight": a tied weight, to the rank that borrows it; "gradient": its gradient, back to the owner; "copy": of
+    what a rank has outside of layers, for a recovery.
+    """
+
+    kind: str
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{'copy of ends' if self.kind == 'copy' else f'tied {self.kind}'}, rank {self.source} to {self.target}"
+
+
 class Routes:
     """The neighbours of each visit on its micro-batch's path, and the number of its hop.
 

@@ -19,12 +19,12 @@ from thinwire.methods.pipeline.plan import (
     TRAIN,
     WEIGHT,
     Action,
+    Beside,
     Bridged,
     Plan,
     PlanMessage,
     Routes,
     Shared,
-    Visit,
 )
 
 
@@ -52,6 +52,10 @@ class Costs:
         kept_bytes: activations that a backward needs.
         input_bytes: bytes kept for a visit that is recomputed.
         spread: of embedding and head, if a plan spreads them.
+        tied_bytes: of the weights that the first chunk's rank owns and the last chunk's rank borrows. They go there
+            behind the owner's first action, and nothing starts there without them; their gradients come back behind the
+            borrower's last backward, and end the step.
+        copies: (from, to, bytes) of messages that travel from the start of a step on, and for which nothing waits.
     """
 
     forward_s: tuple[float, ...]
@@ -62,6 +66,8 @@ class Costs:
     kept_bytes: tuple[float, ...]
     input_bytes: tuple[float, ...]
     spread: SpreadCosts = field(default=SpreadCosts(), kw_only=True)
+    tied_bytes: float = field(default=0.0, kw_only=True)
+    copies: tuple[tuple[int, int, float], ...] = field(default=(), kw_only=True)
 
     @classmethod
     def even(
@@ -92,18 +98,20 @@ class PipelineTimeline:
     """The simulated times of a plan.
 
     spans: for each rank (action, start, end) in seconds. link_bytes: by (from, to), in one step. peak_bytes: for each
-    rank, the most activations that it holds at once. messages: (from, to, what, sent, arrived).
+    rank, the most activations that it holds at once. messages: (from, to, what, sent, arrived). tied_s: when the
+    gradients of tied weights have arrived; 0 without.
     """
 
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     link_bytes: dict[tuple[int, int], float]
     peak_bytes: tuple[float, ...]
-    messages: tuple[tuple[int, int, PlanMessage, float, float], ...] = ()
+    messages: tuple[tuple[int, int, PlanMessage | Beside, float, float], ...] = ()
+    tied_s: float = 0.0
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first action's start to the last one's end."""
-        return max((span[-1][2] for span in self.spans if span), default=0.0)
+        """Seconds from the first action's start to the last one's end, or to the arrival of tied gradients."""
+        return max([self.tied_s, *(span[-1][2] for span in self.spans if span)])
 
     @property
     def idle_s(self) -> tuple[float, ...]:
@@ -158,21 +166,31 @@ def simulate(plan: Plan, costs: Costs, network: Network | None = None, cores: Co
         return action
 
     clock = PipelineClock(plan.home, plan.paths, plan.num_ranks, costs, network, cores, plan.barriers, plan.bridges)
-    return clock.run(next_of_order, _recomputed(plan))
+    return clock.run(next_of_order)
 
 
-def _recomputed(plan: Plan) -> set[Visit]:
-    return {action.visit for order in plan.orders for action in order if action.kind == RECOMPUTE}
+def peak_bytes(orders: Sequence[Sequence[Action]], costs: Costs) -> tuple[float, ...]:
+    """For each rank, the most bytes of activations that it holds at once. Its order alone decides, not the times."""
+    return tuple(_peak_bytes(order, costs) for order in orders)
 
 
-@dataclass
-class _Memory:
-    held: float = 0.0
-    peak: float = 0.0
-
-    def add(self, num_bytes: float) -> None:
-        self.held += num_bytes
-        self.peak = max(self.peak, self.held)
+def _peak_bytes(order: Sequence[Action], costs: Costs) -> float:
+    recomputed = {action.visit for action in order if action.kind == RECOMPUTE}
+    held = peak = 0.0
+    for action in order:
+        chunk = action.chunk
+        if action.kind == FORWARD:
+            held += costs.input_bytes[chunk] if action.visit in recomputed else costs.kept_bytes[chunk]
+        elif action.kind == RECOMPUTE:
+            held += costs.kept_bytes[chunk] - costs.input_bytes[chunk]
+        elif action.kind == SCORE:
+            held += costs.spread.kept
+        peak = max(peak, held)
+        if action.kind in (BACKWARD, WEIGHT):
+            held -= costs.kept_bytes[chunk]
+        elif action.kind == TRAIN:
+            held -= costs.spread.kept
+    return peak
 
 
 @dataclass
@@ -187,7 +205,7 @@ class PipelineClock:
     cores: Cores | None = None
     barriers: int = 0
     bridges: Sequence[tuple[int, int]] = ()
-    done: set[Action | PlanMessage] = field(default_factory=set)
+    done: set[Action | PlanMessage | Beside] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if len(self.costs.forward_s) != len(self.home):
@@ -197,66 +215,76 @@ class PipelineClock:
         self.routes = Routes(self.paths, self.home, self.barriers, self.bridges)
         self.events: Events[Any] = Events(self.network or Network.even(self.num_ranks), self.cores)
         self.free = set(range(self.num_ranks))
-        self.memory = [_Memory() for _ in range(self.num_ranks)]
         self._begun_s = [0.0] * self.num_ranks
         self._spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(self.num_ranks)]
         self._link_bytes: dict[tuple[int, int], float] = {}
-        self._sent: dict[PlanMessage, tuple[int, int, float]] = {}
-        self._messages: list[tuple[int, int, PlanMessage, float, float]] = []
+        self._sent: dict[PlanMessage | Beside, tuple[int, int, float]] = {}
+        self._messages: list[tuple[int, int, PlanMessage | Beside, float, float]] = []
+        # Tied weights on their way to the rank that borrows them, and its backwards that are still to come.
+        ends = self.home[0], self.home[-1]
+        self._lent = Beside("weight", *ends) if self.costs.tied_bytes and ends[0] != ends[1] else None
+        self._left = sum(self.home[chunk] == ends[1] for path in self.paths for chunk in path)
 
     def can_start(self, action: Action) -> bool:
         """Whether everything that an action needs is on its rank."""
+        lent = self._lent
+        if lent is not None and self.home[action.chunk] == lent.target and lent not in self.done:
+            return False
         return all(need in self.done for need in self.routes.needs(action))
 
-    def run(self, choose: NextAction, recomputed: set[Visit]) -> PipelineTimeline:
+    def run(self, choose: NextAction) -> PipelineTimeline:
         """Let each free rank run the action that `choose` returns, until nothing is left."""
+        for source, target, num_bytes in self.costs.copies:
+            self._send(source, target, num_bytes, Beside("copy", source, target))
         while True:
             for rank in sorted(self.free):
                 action = choose(rank, self)
                 if action is not None:
-                    self._start(rank, action, recomputed)
+                    self._start(rank, action)
             if self.events.next_s() == math.inf:
                 break
             arrived, ended = self.events.advance()
             self._arrive(arrived)
             for rank, action in sorted(ended):
-                self._end(rank, action, recomputed)
+                self._end(rank, action)
             # What takes no time to travel is there at once.
             self._arrive(self.events.landed())
-        peaks = tuple(memory.peak for memory in self.memory)
-        return PipelineTimeline(tuple(map(tuple, self._spans)), self._link_bytes, peaks, tuple(self._messages))
+        orders = [[action for action, _, _ in span] for span in self._spans]
+        beside = ((what, end_s) for _, _, what, _, end_s in self._messages if isinstance(what, Beside))
+        tied = (end_s for what, end_s in beside if what.kind == "gradient")
+        return PipelineTimeline(
+            tuple(map(tuple, self._spans)), self._link_bytes, peak_bytes(orders, self.costs), tuple(self._messages),
+            max(tied, default=0.0),
+        )  # fmt: skip
 
-    def _arrive(self, arrived: Sequence[PlanMessage]) -> None:
+    def _arrive(self, arrived: Sequence[PlanMessage | Beside]) -> None:
         self.done.update(arrived)
         for what in arrived:
             source, target, sent_s = self._sent[what]
             self._messages.append((source, target, what, sent_s, self.events.now_s))
 
-    def _start(self, rank: int, action: Action, recomputed: set[Visit]) -> None:
+    def _start(self, rank: int, action: Action) -> None:
         self.free.discard(rank)
-        if action.kind in (FORWARD, RECOMPUTE):
-            self.memory[rank].add(self._held_bytes(action, recomputed))
-        elif action.kind == SCORE:
-            self.memory[rank].add(self.costs.spread.kept)
         self._begun_s[rank] = self.events.now_s
         self.events.work(rank, self.costs.seconds(action), (rank, action))
 
-    def _held_bytes(self, action: Action, recomputed: set[Visit]) -> float:
-        costs, chunk = self.costs, action.chunk
-        if action.kind == RECOMPUTE:
-            return costs.kept_bytes[chunk] - costs.input_bytes[chunk]
-        return costs.input_bytes[chunk] if action.visit in recomputed else costs.kept_bytes[chunk]
-
-    def _end(self, rank: int, action: Action, recomputed: set[Visit]) -> None:
+    def _end(self, rank: int, action: Action) -> None:
         self.free.add(rank)
         self.done.add(action)
         self._spans[rank].append((action, self._begun_s[rank], self.events.now_s))
-        if action.kind in (BACKWARD, WEIGHT):
-            self.memory[rank].add(-self.costs.kept_bytes[action.chunk])
-        elif action.kind == TRAIN:
-            self.memory[rank].add(-self.costs.spread.kept)
         for given in self.routes.gives(action):
             self._give(rank, action, given)
+        if self._lent is not None:
+            self._exchange_tied(rank, action, self._lent)
+
+    def _exchange_tied(self, rank: int, action: Action, lent: Beside) -> None:
+        """Send the tied weights behind their owner's first action, and their gradients behind the last backward."""
+        if rank == lent.source and len(self._spans[rank]) == 1:
+            self._send(rank, lent.target, self.costs.tied_bytes, lent)
+        elif rank == lent.target and action.kind in (BACKWARD, WEIGHT):
+            self._left -= 1
+            if not self._left:
+                self._send(rank, lent.source, self.costs.tied_bytes, Beside("gradient", rank, lent.source))
 
     def _give(self, rank: int, action: Action, given: PlanMessage) -> None:
         if isinstance(given, Bridged):
@@ -276,6 +304,9 @@ class PipelineClock:
             sizes = self.costs.forward_bytes if given.kind == "forward" else self.costs.backward_bytes
             # Both messages of a border are of the size of the output that crosses it.
             num_bytes = sizes[action.chunk if given.kind == "forward" else given.chunk]
-        self._link_bytes[rank, target] = self._link_bytes.get((rank, target), 0.0) + num_bytes
-        self._sent[given] = rank, target, self.events.now_s
-        self.events.send((rank, target), num_bytes, given)
+        self._send(rank, target, num_bytes, given)
+
+    def _send(self, source: int, target: int, num_bytes: float, what: PlanMessage | Beside) -> None:
+        self._link_bytes[source, target] = self._link_bytes.get((source, target), 0.0) + num_bytes
+        self._sent[what] = source, target, self.events.now_s
+        self.events.send((source, target), num_bytes, what)

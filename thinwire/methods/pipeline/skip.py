@@ -24,14 +24,20 @@ REPLAYED = 16
 
 
 def path_length(num_stages: int, skip: float) -> int:
-    """Number of stages that a path visits, the first included. Raises ConfigError for a share that leaves no choice."""
+    """Number of stages that a path visits, the first included.
+
+    Raises ConfigError for a share that leaves no choice, and for one above 0 that leaves out less than half a stage.
+    """
     if not 0 <= skip < 1:
         raise ConfigError(f"skip {skip:g}: must be at least 0 and below 1; nearest: {0 if skip < 0 else 0.33}")
     length = round(num_stages * (1 - skip))
     if length < 2 <= num_stages:
         most = 1 - 2 / num_stages
         raise ConfigError(f"skip {skip:g} of {num_stages} stages: a path visits at least 2; nearest: {most:.3g}")
-    return min(length, num_stages)
+    if skip and length >= num_stages:
+        near = f"{1 / num_stages:.3g}, which leaves out one" if num_stages > 2 else "0"
+        raise ConfigError(f"skip {skip:g} of {num_stages} stages: leaves out no stage; nearest: {near}")
+    return length
 
 
 def waves(paths: Sequence[Sequence[int]], num_micro_batches: int) -> list[tuple[int, ...]]:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thinwire.cost import Network, Traffic, network as module
-from thinwire.cost.network import Pair, Ways, fair_rates
+from thinwire.cost import Network, Traffic, traffic as module
+from thinwire.cost.network import Pair
+from thinwire.cost.traffic import Ways, fair_rates
 from thinwire.errors import ConfigError
 
 

@@ -4,8 +4,9 @@ from thinwire.cost.clock import Clock, Cores
 from thinwire.cost.graph import Drawing, GraphJob, Message, StepGraph, Task, Work
 from thinwire.cost.links import Line, Links
 from thinwire.cost.machine import Machine
-from thinwire.cost.network import Network, Traffic
+from thinwire.cost.network import Network
 from thinwire.cost.simulate import Timeline, simulate
+from thinwire.cost.traffic import Traffic
 
 __all__ = [
     "Clock",

@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from thinwire.cost.network import Network, Pair, Traffic
+from thinwire.cost.network import Network, Pair
+from thinwire.cost.traffic import Traffic
 from thinwire.errors import ConfigError
 
 T = TypeVar("T")

@@ -54,7 +54,7 @@ def unpriced(names: Sequence[str]) -> list[str]:
             why = "its ranks step at their own pace, so that a step has no price"
             found.append(f"--strategies {name}: {why}{nearest(name, known)}")
         elif name not in known:
-            found.append(f"--strategies {name}: no such strategy{nearest(name, known)}; known: {', '.join(known)}")
+            found.append(f"--strategies {name}: no such strategy{nearest(name, known)}")
     return found if names else ["--strategies is empty: name at least one, or all"]
 
 

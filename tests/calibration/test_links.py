@@ -129,3 +129,7 @@ def test_all_ranks_have_the_same_machine(tmp_path: Any) -> None:
     assert len(found.scatter) == 2 and found.scatter[0][1] >= 0 and found.part([1]).scatter == ((0.0,),)
     assert found.repeats["copy"] == found.repeats["encode int4/64"] == NUM_REPEATS
     assert found.device == "cpu" and "two probes of a link differ by" in "\n".join(lines_on(found))
+    assert [line for line in lines_on(found) if "from (row)" in line] == [
+        "Mbit/s from (row) to (column):", "ms of delay from (row) to (column):",
+    ]  # fmt: skip
+    assert not any("from (row)" in line for line in lines_on(found.part([0])))

@@ -226,22 +226,7 @@ def lines_on(machine: Machine) -> list[str]:
     """The measurements as lines of text."""
     from thinwire.calibration.work import NUM_REPEATS
 
-    network, ranks = machine.network, range(machine.num_ranks)
-    lines = ["Mbit/s from (row) to (column):"]
-    for a in ranks:
-        cells = ["-" if a == b else f"{8e-6 * network.rates[a][b]:.3g}" for b in ranks]
-        lines.append(f"  {a:>3} " + " ".join(f"{cell:>8}" for cell in cells))
-    delays = [network.delays_s[a][b] for a, b in network.pairs]
-    if delays:
-        lines.append(f"delays {1e3 * min(delays):.2g} to {1e3 * max(delays):.2g} ms; bursts {network.burst_s:.2g} s")
-        if machine.scatter:
-            spread = {pair: machine.scatter[pair[0]][pair[1]] for pair in network.pairs}
-            a, b = max(spread, key=spread.__getitem__)
-            lines.append(
-                f"two probes of a link differ by {median(spread.values()):.0%} in the median, at most by "
-                f"{spread[a, b]:.0%}, from {a} to {b}"
-            )
-        lines.append(f"all at once: {machine.share:.0%} of a fair share of the link")
+    lines = links_on(machine) if machine.num_ranks > 1 else []
     for kind, rate in machine.rates.items():
         unit = UNITS.get(kind.split()[0], "MB/s")
         few = machine.repeats.get(kind, NUM_REPEATS)
@@ -250,4 +235,23 @@ def lines_on(machine: Machine) -> list[str]:
         lines.append(f"  {kind:<36} {shown:>10.4g} {unit}{told}")
     cores = ", ".join(f"{num:g}" for num in machine.cores.num)
     lines.append(f"cores {cores}; work is {machine.cores.contention:.0%} slower where all of them are busy")
+    return lines
+
+
+def links_on(machine: Machine) -> list[str]:
+    """What was measured of links between ranks, as lines of text: two tables, and sentences."""
+    network, ranks, lines = machine.network, range(machine.num_ranks), list[str]()
+    for what, factor, table in (("Mbit/s", 8e-6, network.rates), ("ms of delay", 1e3, network.delays_s)):
+        lines.append(f"{what} from (row) to (column):")
+        for a in ranks:
+            cells = ["-" if a == b else f"{factor * table[a][b]:.3g}" for b in ranks]
+            lines.append(f"  {a:>3} " + " ".join(f"{cell:>8}" for cell in cells))
+    if machine.scatter:
+        spread = {pair: machine.scatter[pair[0]][pair[1]] for pair in network.pairs}
+        a, b = max(spread, key=spread.__getitem__)
+        lines.append(
+            f"two probes of a link differ by {median(spread.values()):.0%} in the median, at most by "
+            f"{spread[a, b]:.0%}, from {a} to {b}"
+        )
+    lines.append(f"bursts {network.burst_s:.2g} s; all at once: {machine.share:.0%} of a fair share of the link")
     return lines

@@ -59,6 +59,10 @@ def test_links_that_have_changed_are_named(plan: Path, monkeypatch: pytest.Monke
     assert [list(each) for each in found.content["drifted"]] == [[0, 2, 12.5e6, 1.25e6]]
     # Only what the plan uses is measured, by the run's ranks.
     assert asked == [{(0, 1), (0, 2), (1, 0), (2, 0)}]
+    # Ranks 0 and 1, places 0 and 2, are on one node.
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"nodes": [0, 0, 1]}))
+    Planned(config(plan, order=(0, 2, 1)), RANKS, warnings.append)
+    assert asked[1] == {(0, 1), (1, 0)}
     page = plan_table(read_run(plan.parent / "run"))
     assert "0 to 2" in page and "-90 %" in page and "<td>step_s</td><td>1 s</td><td>1.50 s</td><td>50 %</td>" in page
 

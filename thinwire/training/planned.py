@@ -128,13 +128,18 @@ class Planned:
         return self.config.order or tuple(range(self.comm.world_size))
 
     def _carried(self) -> dict[tuple[int, int], float]:
-        """Bytes of a step on each link that the plan uses, by ranks of the run; the first rank has read the plan."""
-        carried = self.content["link_bytes"]
-        found = {
-            (a, b): carried[self._ranks[a]][self._ranks[b]] or 0.0
-            for a, b in itertools.permutations(range(self.comm.world_size), 2)
-        }
-        return {pair: num_bytes for pair, num_bytes in found.items() if num_bytes}
+        """Bytes of a step on each link that the plan uses, by ranks of the run; the first rank has read the plan.
+
+        Not between ranks of one node, whose link is as fast as the machine is free.
+        """
+        carried, size = self.content["link_bytes"], self.comm.world_size
+        nodes = self.content.get("nodes") or range(size)
+        found = {}
+        for a, b in itertools.permutations(range(size), 2):
+            rank, other = self._ranks[a], self._ranks[b]
+            if carried[rank][other] and nodes[rank] != nodes[other]:
+                found[a, b] = carried[rank][other]
+        return found
 
     def _used(self) -> set[tuple[int, int]]:
         """The pairs of ranks that send each other anything, told by the first rank. A collective."""

@@ -34,6 +34,7 @@ from thinwire.planner.choice import priced
 from thinwire.planner.islands import price
 from thinwire.planner.placed import PlacedMachine
 from thinwire.planner.plan import plan
+from thinwire.planner.rough import best_nodes
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.planner.written import show
 from thinwire.report.page import plan_table
@@ -83,6 +84,13 @@ def test_the_chosen_way_is_the_fastest_and_keeps_off_a_bad_link() -> None:
     neighbours = [set(pair) for ranks in grid.pipelines(stages) for pair in itertools.pairwise(ranks)]
     neighbours += [set(group) for group in grid.groups(stages) if len(group) == 2]
     assert {0, 2} not in neighbours
+    # One order serves all sizes of micro-batches, unless there are fewer of them than stages.
+    orders = bad.pricing.orders
+    for micro_batches, more in ((stages, 0), (2 * stages, 0), (1, 2)):
+        known = len(orders)
+        for size in (2, 4):
+            best_nodes(bad.pricing, replace(bad.best.candidate, num_micro_batches=micro_batches, micro_batch=size))
+        assert len(orders) == known + more
     # Everybody sends to everybody: there the bad link decides.
     alone = {priced.candidate.strategy: priced.step_s for priced in bad.search.fastest if priced.candidate.stages == 1}
     assert bad.best.step_s < 0.7 * min(alone.values())

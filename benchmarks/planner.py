@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
+import torch
 from readme_table import with_table
 
 from thinwire.cost import Machine
@@ -45,8 +47,8 @@ from thinwire.report.run import read_run
 from thinwire.report.svg import Chart, alone
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PICTURE, PAGE = (ROOT / name for name in (
-    "benchmarks/results/planner.jsonl", "docs/plan-errors.svg", "docs/tasks/plan.md",
+RESULTS, README_ROWS, PICTURE, PAGE = (ROOT / name for name in (
+    "benchmarks/results/planner.jsonl", "benchmarks/results/planner.json", "docs/plan-errors.svg", "docs/tasks/plan.md",
 ))  # fmt: skip
 BEGIN, END = "<!-- planner:begin -->", "<!-- planner:end -->"
 NODES, SEQUENCES, SEQ_LEN = 4, 2, 256
@@ -209,7 +211,13 @@ def tables(found: Sequence[Cell]) -> Iterator[str]:
 
 
 def report(found: Sequence[Cell]) -> None:
-    """Write the picture and the page."""
+    """Write the picture, the page, and the row for the README."""
+    errors = [abs(cell.error) for cell in found]
+    what = f"error of a step predicted by `thinwire plan`, {len(found)} cells of strategies and networks of 4 nodes"
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+    measured = f"median {median(errors):.1%}, worst {max(errors):.1%}"
+    result = {"command": "python benchmarks/planner.py", "machine": machine, "readme": [[what, measured]]}
+    README_ROWS.write_text(json.dumps(result, indent=1) + "\n")
     PICTURE.write_text(picture(found))
     PAGE.write_text(with_table(PAGE.read_text(), "\n".join(tables(found)), BEGIN, END))
     print(f"written: {PICTURE.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}")

@@ -34,6 +34,7 @@ from thinwire.models.moe import (
     mixtral_weights,
     summed_over_ranks,
 )
+from thinwire.models.noise import TokenNoise
 
 SMALL = replace(MIXTURES["moe-tiny"], hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=4)
 
@@ -125,6 +126,50 @@ def test_the_capacity_may_change_from_step_to_step() -> None:
     assert plain.row_counts.take().asked == 2 * 2 * tokens.numel()
     with pytest.raises(ConfigError, match="finite"):
         model.capacity_factor = math.nan
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_limit_keeps_the_tokens_of_the_highest_scores(top_k: int) -> None:
+    """Weights that sum to 1 say nothing about scores."""
+    model = small(num_experts_per_tok=top_k, batch_priority=True, capacity_factor=0.5)
+    layer: Any = model.model.layers[0].mlp
+    nn.init.normal_(layer.gate.weight)
+    x, seen = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0)), list[Tensor]()
+    layer.experts.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    layer(x)
+    scores = nn.functional.linear(x[0], layer.gate.weight).softmax(-1)
+    index, limit = scores.topk(top_k, -1).indices, capacity(0.5, 16, 4, top_k, 16)
+    expected = drop(index, 4, limit, scores.amax(-1))
+    assert torch.equal(seen[0], expected) and not torch.equal(expected, drop(index, 4, limit))
+
+
+def test_an_only_expert_has_its_score_so_that_the_text_trains_the_router() -> None:
+    model = small(num_experts_per_tok=1, router_aux_loss_coef=0.0)
+    assert float(trained(model, text())["model.layers.0.mlp.gate.weight"].abs().max()) > 0
+    (row,) = model.config.capacity_rows(8)
+    assert row[:2] == ("norm_topk_prob True", "no effect")
+    with pytest.raises(ConfigError, match="num_experts_per_tok=1: transformers' Mixtral"):
+        mixtral_config(model.config)
+
+
+def test_noise_follows_a_token_to_any_rank() -> None:
+    sequences, positions = torch.tensor([7, 3, 900]), torch.arange(40)
+    whole = TokenNoise(5, sequences, positions).normals(1, 8)
+    for rows, places in ((slice(1, 3), slice(None)), (slice(None), slice(10, 33, 2))):
+        part = TokenNoise(5, sequences[rows], positions[places]).normals(1, 8)
+        assert torch.equal(part, whole.view(3, 40, 8)[rows, places].flatten(0, 1))
+    many = TokenNoise(5, torch.arange(64), torch.arange(64)).normals(0, 8)
+    assert abs(float(many.mean())) < 0.03 and abs(float(many.var()) - 1) < 0.05 and bool(many.isfinite().all())
+    assert not torch.equal(whole, TokenNoise(5, sequences, positions).normals(2, 8))
+    # A layer is given what the forward's tokens draw: anew in each forward, alike where numbers are stated.
+    model, (tokens, targets) = small(router="noisy", router_noise=4.0), text()
+    assert model(tokens, targets) != model(tokens, targets)
+    model.draws = 3, torch.arange(4)
+    loss = model(tokens, targets)
+    model.draws = 3, torch.arange(4).flip(0)
+    torch.testing.assert_close(model(tokens.flip(0), targets.flip(0)), loss)
+    with pytest.raises(ConfigError, match="numbers of 4 sequences, for a batch of 2"):
+        model(tokens[:2])
 
 
 def test_first_choices_come_before_second_ones() -> None:

@@ -15,7 +15,8 @@ from thinwire.checkpoint.source import read_weights
 STEPS, SAVED = 6, 3
 SMALL = (
     "--model", "moe-tiny", "--seq-len", "22", "--micro-batch", "2", "--tokens-per-step", "176", "--lr", "0.003",
-    "--moe.num-hidden-layers", "2", "--moe.router-aux-loss-coef", "0", "--dtype", "fp32", "--eval-sequences", "4",
+    "--moe.num-hidden-layers", "2", "--moe.router-aux-loss-coef", "0", "--moe.router", "noisy", "--dtype", "fp32",
+    "--eval-sequences", "4",
     "--sample-tokens", "8", "--timeout", "60", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
 OPEN = "--experts.move auto --experts.route auto --experts.chunks auto"
@@ -91,7 +92,7 @@ def test_rounded_rows_resume_bit_for_bit_and_are_exact_on_one_process(runs: dict
 
 def test_a_capacity_drops_rows_which_the_run_counts(runs: dict[str, dict[str, Any]]) -> None:
     tight = runs["tight"]
-    rows = "capacity_factor 0.75: 8 rows of an expert, of a rank's 44 tokens: those of the highest weights"
+    rows = "capacity_factor 0.75: 8 rows of an expert, of a rank's 44 tokens: those of the highest scores"
     assert rows in tight["printed"] and "in 3 chunks" in tight["printed"]
     lines = tight["steps"].values()
     assert all(0 < line["dropped_rows"] < 0.7 and line["needed_capacity"] > 0.75 for line in lines)

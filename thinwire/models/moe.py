@@ -15,6 +15,7 @@ from thinwire.errors import ConfigError, nearest
 from thinwire.models.capacity import RowCounts, capacity, check_capacity
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Linear, Llama, LlamaConfig, next_token_loss, with_gradient_of
+from thinwire.models.noise import TokenNoise
 from thinwire.table import Row
 
 ROUTERS = ("linear", "noisy", "cosine", "sigmoid")
@@ -50,7 +51,7 @@ class MoEConfig(LlamaConfig):
     balance: str = "gshard"
     """The loss that balances: gshard, or importance-load, which needs the noisy router."""
     norm_topk_prob: bool = True
-    """Divide the weights of a token's experts by their sum."""
+    """Divide the weights of a token's experts by their sum. A token's only expert keeps its score."""
     weigh_inputs: bool = False
     """Multiply an expert's input by its weight, in place of its output."""
     capacity_factor: float = 0.0
@@ -58,7 +59,7 @@ class MoEConfig(LlamaConfig):
     num_local_experts)), or for f < 0 the same by -f, but no more than are asked for; the rows above it are dropped. 0:
     as many as are asked for."""
     batch_priority: bool = False
-    """With a capacity, the tokens with the highest weights come first, in place of the first tokens."""
+    """With a capacity, the tokens with the highest scores come first, in place of the first tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,20 +89,28 @@ class MoEConfig(LlamaConfig):
             )
 
     def capacity_rows(self, num_tokens: int) -> list[Row]:
-        """A row about the capacity for a rank's number of tokens. Raises ConfigError for a capacity below one row."""
+        """Rows about the capacity for a rank's number of tokens, and about what has no effect.
+
+        Raises ConfigError for a capacity below one row.
+        """
         factor, top_k, num_experts = self.capacity_factor, self.num_experts_per_tok, self.num_local_experts
+        idle: list[Row] = []
+        if self.norm_topk_prob and top_k == 1:
+            why = "a token's only expert keeps its score: a weight that is always 1 would not train the router"
+            idle.append(("norm_topk_prob True", "no effect", why))
         if not factor:
             why = "without a capacity, no row is dropped"
-            return [("batch_priority True", "no effect", why)] if self.batch_priority else []
+            return [*idle, ("batch_priority True", "no effect", why)] if self.batch_priority else idle
         limit = check_capacity(factor, num_tokens, num_experts, top_k)
         asked = f"an even router asks for {-(-num_tokens * top_k // num_experts)}; rows above are dropped, and counted"
-        kept = "those of the highest weights" if self.batch_priority else "the first"
+        kept = "those of the highest scores" if self.batch_priority else "the first"
         return [
+            *idle,
             (
                 f"capacity_factor {factor:g}",
                 f"{limit} rows of an expert, of a rank's {num_tokens} tokens: {kept}",
                 asked,
-            )
+            ),
         ]
 
 
@@ -266,17 +275,20 @@ class Choice:
     """A router's choices: index int64 [tokens, k], weights [tokens, k], sums [4, experts] for the balance loss.
 
     The rows of `sums`, summed over tokens: scores, first choices, the smooth load of the noisy router, and choices.
+    best: the highest score of each token, [tokens].
     """
 
     index: Tensor
     weights: Tensor
     sums: Tensor
+    best: Tensor
 
 
 class Router(nn.Module):
     """Chooses k experts for each token, in fp32 or, in a model of fp64, in fp64.
 
     linear: softmax(x W). noisy: the same with noise / E. cosine: softmax(t cos(x P, W)). sigmoid: sigmoid(x W).
+    noise: of the next forward's tokens, standard normal [tokens, experts]; None: drawn by torch's generator.
     Sources: Shazeer et al. 2017 (noisy), Chi et al. 2022 (cosine), Lewis et al. 2021 (sigmoid).
     """
 
@@ -288,6 +300,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_local_experts, width))
         self.proj = Linear(config.hidden_size, width) if is_cosine else None
         self.log_temperature = nn.Parameter(torch.empty(1)) if is_cosine else None
+        self.noise: Tensor | None = None
 
     def forward(self, x: Tensor) -> Choice:
         """The choices for inputs [tokens, hidden]."""
@@ -299,19 +312,21 @@ class Router(nn.Module):
         clean = logits = self._logits(x)
         deviation = config.router_noise / config.num_local_experts
         if config.router == "noisy" and self.training:
-            logits = clean + deviation * torch.randn_like(clean)
+            drawn = torch.randn_like(clean) if self.noise is None else self.noise.to(clean.dtype)
+            logits = clean + deviation * drawn
         scores = logits.sigmoid() if config.router == "sigmoid" else logits.softmax(-1)
         weights, index = scores.topk(top_k, dim=-1)
+        best = weights[:, 0].detach()
         first = F.one_hot(index[:, 0], config.num_local_experts).to(scores.dtype)
         load = torch.zeros_like(first)
         if config.balance == "importance-load":
             # The chance that an expert is among the k if its own noise were drawn anew.
             least = logits.gather(1, index[:, -1:])
             load = torch.special.ndtr((clean - least) / deviation)
-        if config.norm_topk_prob:
+        if config.norm_topk_prob and top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
         asked = torch.bincount(index.flatten(), minlength=config.num_local_experts).to(scores.dtype)
-        return Choice(index, weights, torch.stack([scores.sum(0), first.sum(0), load.sum(0), asked]))
+        return Choice(index, weights, torch.stack([scores.sum(0), first.sum(0), load.sum(0), asked]), best)
 
     def _logits(self, x: Tensor) -> Tensor:
         if self.proj is None or self.log_temperature is None:
@@ -342,7 +357,7 @@ class MoE(nn.Module):
         if self.capacity_factor and len(flat):
             sizes = len(flat), config.num_local_experts, config.num_experts_per_tok
             limit = capacity(self.capacity_factor, *sizes, most=len(flat))
-            priority = choice.weights.amax(-1) if config.batch_priority else None
+            priority = choice.best if config.batch_priority else None
             index = drop(index, config.num_local_experts, limit, priority)
         return self.experts(flat, index, choice.weights).view_as(x)
 
@@ -388,6 +403,8 @@ class MoELlama(Llama):
         gather: a collective that returns the sums of all ranks in training, so that the balance loss is that of the
             global batch; None: this rank's sums only.
         text_weight: what the caller multiplies the next loss by, which is not meant for the balance loss.
+        draws: of a noisy router in training: a seed, and the numbers of the next forward's sequences, int64 [batch].
+            What a token draws follows from them and its position, on any ranks. None: torch's generator draws a seed.
         row_counts: rows that routers have requested in training, on all ranks of `gather`; counted if there is a
             balance loss or a capacity.
 
@@ -400,6 +417,7 @@ class MoELlama(Llama):
         super().__init__(config, seed)
         self.gather: Callable[[Tensor], Tensor] | None = None
         self.text_weight = 1.0
+        self.draws: tuple[int, Tensor] | None = None
         self.row_counts = RowCounts(config.num_experts_per_tok)
 
     def make_mlp(self) -> nn.Module:
@@ -411,6 +429,12 @@ class MoELlama(Llama):
         return super().first(name, shape, generator)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        if self.training and self.config.router == "noisy":
+            noise = TokenNoise.of(tokens, self.model.positions(tokens), self.draws)
+            routers = [module for module in self.modules() if isinstance(module, Router)]
+            for layer, router in enumerate(routers):
+                # Stays until the next forward: a layer may be computed again in the backward.
+                router.noise = noise.normals(layer, self.config.num_local_experts)
         logits = super().forward(tokens, None, documents)
         if targets is None:
             return logits
@@ -458,6 +482,11 @@ class MoELlama(Llama):
 def mixtral_config(config: MoEConfig) -> dict[str, Any]:
     """Sizes for a `config.json` of transformers. Raises ConfigError for options that a Mixtral does not have."""
     plain = MoEConfig()
+    if config.num_experts_per_tok == 1:
+        raise ConfigError(
+            "num_experts_per_tok=1: transformers' Mixtral gives a token's only expert the weight 1, here it has its "
+            "score; nearest is 2"
+        )
     for name in ("router", "norm_topk_prob", "weigh_inputs", "capacity_factor"):
         # In evaluation a noisy router adds no noise.
         if getattr(config, name) != getattr(plain, name) and getattr(config, name) != "noisy":

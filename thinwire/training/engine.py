@@ -218,10 +218,12 @@ class Engine:
     def _loss_of(self, module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """The loss of one micro-batch; the forward's seconds are counted."""
         start = time.perf_counter()
+        # A micro-batch may be passed more than once.
+        self._numbers.append(self._numbers.pop(0))
         if torch.is_grad_enabled() and self._come_again:
-            # A micro-batch may be passed more than once.
-            self._numbers.append(self._numbers.pop(0))
             self.optimizer.note_sequences(self._numbers[-1])
+        if isinstance(self.model, MoELlama):
+            self.model.draws = derive_seed(self.config.seed, self.optimizer.steps), self._numbers[-1]
         if self.end is not None:
             *batch, weight = batch
             if isinstance(self.model, MoELlama):

@@ -226,6 +226,15 @@ def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula
         assert worked == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_numbers_of_experts_keep_their_bits_beside_weights_of_any_dtype(dtype: torch.dtype) -> None:
+    weights, numbers = torch.rand(40, 8, dtype=dtype), torch.arange(320).view(40, 8) + 1000
+    both = once.beside(weights, numbers)
+    assert both.dtype == dtype and both.shape == (40, 16)
+    found = once.apart(both, 8)
+    assert torch.equal(found[0], weights) and torch.equal(found[1].long(), numbers)
+
+
 def lose_a_rank(rank: int, world_size: int) -> str:
     model = torch.nn.Module()
     model.experts = filled(0)

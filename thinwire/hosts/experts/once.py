@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from thinwire.hosts.experts.trip import ExpertWire, Trip
 from thinwire.models.fused import FusedExperts
 from thinwire.models.moe import Experts, dtype_of_work, mixed
+
+# Whole numbers that are as large as a weight, and travel beside it.
+NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -42,12 +46,53 @@ class Once:
         work = partial(work_on, self.inner, experts)
 
         def of_node(there: Tensor, _: Tensor) -> Tensor:
-            told = Trip(self.exact, counts).here(torch.cat([weights[token], own.to(weights.dtype)], 1))
-            chosen = told[:, top_k:].detach().long()
-            return mixed(there, chosen, told[:, :top_k], per_node, experts.weigh_inputs, work)
+            trip = Trip(self.exact, counts)
+            weights_there, own_there = Came.apply(trip, top_k, Tell.apply(trip, weights[token], own))
+            return mixed(there, own_there.long(), weights_there, per_node, experts.weigh_inputs, work)
 
         back = Trip(self.outer, counts).through(x[token].to(dtype_of_work(x, experts.weights[0])), of_node)
         return back.new_zeros(len(x), x.shape[1]).index_add(0, token, back).to(x.dtype)
+
+
+class Tell(torch.autograd.Function):
+    """Starts to send the weights of each token's experts, and the experts' numbers. Returns a token for `Came`."""
+
+    @staticmethod
+    def forward(ctx: Any, trip: Trip, weights: Tensor, numbers: Tensor) -> Tensor:
+        ctx.trip = trip
+        trip.depart(beside(weights.detach(), numbers))
+        return weights.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.trip.collect(), None
+
+
+class Came(torch.autograd.Function):
+    """Waits for the weights and numbers that `Tell` sends. Gradients of the weights alone return."""
+
+    @staticmethod
+    def forward(ctx: Any, trip: Trip, top_k: int, token: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.trip, ctx.token = trip, token.detach()
+        weights, numbers = apart(trip.arrive(0), top_k)
+        ctx.mark_non_differentiable(numbers)
+        return weights, numbers
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.trip.go_back(0, grads[0], is_backward=True)
+        return None, None, ctx.token
+
+
+def beside(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Weights [n, k] and whole numbers [n, k] in one tensor [n, 2 k] of the weights' dtype, bit for bit."""
+    return torch.cat([weights, numbers.to(NUMBERS[weights.dtype.itemsize]).view(weights.dtype)], 1)
+
+
+def apart(both: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `beside`."""
+    weights, numbers = (part.contiguous() for part in both.split(top_k, 1))
+    return weights, numbers.view(NUMBERS[both.dtype.itemsize])
 
 
 def work_on(

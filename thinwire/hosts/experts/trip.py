@@ -110,10 +110,6 @@ class Trip:
         self._under_way: dict[int, Future[Tensor]] = {}
         self._seed_of_gradients: int | None = None
 
-    def here(self, rows: Tensor) -> Tensor:
-        """Send rows [n, width] to their experts in one chunk, one way. Return the rows for this rank's experts."""
-        return Arrive.apply(self, 0, *Depart.apply(self, rows))
-
     def through(self, rows: Tensor, work: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Send rows [n, width] to their experts and return the results.
 

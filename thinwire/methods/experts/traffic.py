@@ -131,14 +131,15 @@ def two_hops(placement: ExpertPlacement, way: HopBytes, local_size: int) -> list
 def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, local_size: int) -> Ways:
     """The same where a token enters a node once, by the rank at its source's place.
 
-    Between nodes: its row, the weights and numbers of its experts, and one sum; inside: exact rows of all that entered.
+    Between nodes: its row, the weights and numbers of its experts, and one sum; back, the gradients of weights. Inside:
+    exact rows of all that entered.
     """
     outer: list[HopBytes] = [{}, {}, {}, {}]
     num_nodes, per_node = placement.ranks // local_size, placement.experts * local_size // placement.ranks
-    weights = 2 * rows.top_k * rows.of_weights.itemsize
+    weights = rows.top_k * rows.of_weights.itemsize
     for source, node in product(range(placement.ranks), range(num_nodes)):
         home, num = node * local_size + source % local_size, rows.entering[source][node]
-        extra = [2 * 3 * NUMBER_BYTES + num * weights, 0, 0, num * weights]
+        extra = [2 * 3 * NUMBER_BYTES + 2 * num * weights, 0, 0, num * weights]
         for way, kind, more in zip(range(4), ("dispatch", "combine", "gradients", "gradients"), extra, strict=True):
             body = rows_bytes(num, rows.width, rows.dtype, options.codec(kind)) if num else 0
             outer[way][(home, source) if way % 2 else (source, home)] = body + more

@@ -201,6 +201,15 @@ def test_fewer_heads_than_ranks_name_the_nearest() -> None:
         HeadExchange(SequenceWire(_Eight()), range(8), 4, 4)  # type: ignore[arg-type]
 
 
+def test_key_heads_that_serve_unequally_many_are_refused() -> None:
+    message = "6 key heads for 8 query heads: each must serve equally many; nearest: 4 key heads"
+    with pytest.raises(ConfigError, match=message):
+        HeadExchange(SequenceWire(_Eight()), range(8), 8, 6)  # type: ignore[arg-type]
+    q, k = torch.zeros(1, 8, 2, 4), torch.zeros(1, 6, 2, 4)
+    with pytest.raises(ConfigError, match=message):
+        ring_attention(q, k, k, SequenceWire(_Eight()))  # type: ignore[arg-type]
+
+
 class _Eight:
     """As much of a communicator as is read before anything is sent."""
 

@@ -18,7 +18,7 @@ from thinwire.hosts.sequence.parallel import IGNORED
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.models.llama import Llama, LlamaConfig
 
-STEPS, BATCH, LENGTH = 10, 2, 30
+STEPS, BATCH, LENGTH = 20, 2, 30
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=LENGTH,
@@ -160,6 +160,8 @@ def packed(rank: int, method: str) -> tuple[Tensor, list[Tensor]]:
     whole = seq.whole(logits)
     with pytest.raises(ConfigError, match=r"documents \[2, 29\]: both"):
         seq.split(tokens, targets, documents[:, 1:])
+    with pytest.raises(ConfigError, match=r"30 tokens over 4 ranks: 2 more are padding, .* nearest: 32 tokens"):
+        seq.attention(*[torch.zeros(2, 4, 8, 8)] * 3, is_causal=False)
     seq.close()
     return whole, grads
 

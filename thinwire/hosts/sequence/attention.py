@@ -39,7 +39,7 @@ def ulysses_attention(
         q: [batch, heads, tokens, d]. k, v: [batch, kv_heads, tokens, d].
         result: this rank's tokens of the output, in the shape of q.
 
-    A collective. Raises ConfigError for fewer heads than ranks.
+    A collective. Raises ConfigError for fewer heads than ranks, and for key heads that do not divide the query heads.
     Source: Jacobs et al., "DeepSpeed Ulysses" (2023), section 3.
     """
     wire = SequenceWire(wire) if isinstance(wire, Communicator) else wire

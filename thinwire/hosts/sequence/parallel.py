@@ -101,8 +101,14 @@ class SequenceRanks:
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's tokens over the whole sequence, see `sequence_attention`. A collective.
 
-        Each document of the last `split` attends only to itself.
+        Each document of the last `split` attends only to itself. Raises ConfigError for attention that is not causal
+        where the last `split` padded: padding is hidden only from the tokens before it.
         """
+        if not is_causal and (more := -self._length % self.layout.unit):
+            raise ConfigError(
+                f"attention that is not causal, and {self._length} tokens over {self.layout.size} ranks: {more} more "
+                f"are padding, which every token would see; nearest: {self._length + more} tokens"
+            )
         return sequence_attention(
             q, k, v, self.wire, self.layout, is_causal=is_causal, scale=scale, attend=attend, bounds=self._bounds
         )

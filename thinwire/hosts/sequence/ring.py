@@ -15,6 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.sequence import blocks
 from thinwire.hosts.sequence.wire import SequenceWire, pack, unpack
 from thinwire.methods.sequence import RingBlocks
+from thinwire.methods.sequence.layout import check_heads
 
 
 def ring_attention(
@@ -46,6 +47,7 @@ def ring_attention(
     the sequences.
     Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
     """
+    check_heads(q.shape[1], k.shape[1])
     wire = SequenceWire(wire) if isinstance(wire, Communicator) else wire
     ring = _RingRank(wire, list(members or range(wire.comm.world_size)), q.shape[2], is_causal, bounds)
     if is_causal and ring.size > 1 and q.shape[2] % 2:

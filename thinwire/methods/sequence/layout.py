@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, nearest_divisor
 
 AUTO, HEADS, RING = "auto", "ulysses", "ring"
 
@@ -84,11 +84,21 @@ def head_shares(heads: int, ranks: int) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Raise ConfigError for key heads that do not serve equally many query heads each."""
+    if heads % kv_heads:
+        near = nearest_divisor(kv_heads, heads)
+        raise ConfigError(
+            f"{kv_heads} key heads for {heads} query heads: each must serve equally many; nearest: {near} key heads"
+        )
+
+
 def kv_share(share: slice, heads: int, kv_heads: int) -> slice:
     """The key and value heads that a share of the query heads needs.
 
-    A head that several ranks need goes to all of them.
+    A head that several ranks need goes to all of them. Raises ConfigError as `check_heads`.
     """
+    check_heads(heads, kv_heads)
     group = heads // kv_heads
     return slice(share.start // group, -(-share.stop // group))
 

@@ -18,6 +18,14 @@ from tests.workers import run_workers
 from thinwire import Zero, compose
 from thinwire.errors import ConfigError
 from thinwire.models import HFCausalLM, MoELlama, build_model
+from thinwire.models.balance import (
+    gshard_loss,
+    importance_load_loss,
+    joined_loss,
+    joined_sums,
+    joins_layers,
+    summed_over_ranks,
+)
 from thinwire.models.capacity import RowCounts, capacity, check_capacity, needed_factor
 from thinwire.models.moe import (
     MIXTURES,
@@ -27,12 +35,9 @@ from thinwire.models.moe import (
     check_axes,
     drop,
     grouped_product,
-    gshard_loss,
-    importance_load_loss,
     loop_product,
     mixtral_config,
     mixtral_weights,
-    summed_over_ranks,
 )
 from thinwire.models.noise import TokenNoise
 
@@ -337,13 +342,57 @@ def test_transformers_mixtral_has_equal_logits_and_its_balance_loss_here(tmp_pat
     assert torch.equal(loss, plain)
     torch.testing.assert_close(of_both, of_text + of_balance)
     assert float(of_balance.norm()) > 0
+    torch.testing.assert_close(joined_loss(joined_sums(theirs.model, found.router_logits), 2), found.aux_loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "weight", "joins"),
+    [
+        (
+            "jetmoe",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "aux_loss_coef": 0.03},
+            0.03,
+            True,
+        ),
+        ("dbrx", {"d_model": 32, "n_heads": 4, "n_layers": 1, "ffn_config": {"moe_loss_weight": 0.07}}, 0.07, True),
+        (
+            "doge",
+            {"num_experts": 16, "num_experts_per_tok": 2, "is_moe": True, "router_aux_loss_coef": 0.05},
+            0.05,
+            False,
+        ),
+        ("llama", {}, 0.0, False),
+    ],
+)
+def test_the_balance_loss_of_transformers_has_several_names(
+    kind: str, sizes: dict[str, Any], weight: float, joins: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.AutoConfig.for_model(kind, **(sizes if kind == "dbrx" else common | sizes))
+    with torch.device("meta"):
+        model = HFCausalLM(transformers.AutoModelForCausalLM.from_config(config), 16)
+    assert model.balance_weight == weight and joins_layers(model.model) == joins
+    assert bool(model.balance_rows()) == (weight > 0 and not joins)
+
+
+def theirs_alike() -> HFCausalLM:
+    """A mixture of transformers."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**mixtral_config(small(router_aux_loss_coef=1.0).config))
+    torch.manual_seed(0)
+    return HFCausalLM(MixtralForCausalLM(config), 16).train()
 
 
 def step(rank: int, world_size: int) -> list[Tensor]:
-    """The weights after two SGD steps of a rank's part of the text."""
+    """The weights after two SGD steps of a rank's part of the text: of a mixture here, and of transformers' one."""
+    return [*steps_of(small(router_aux_loss_coef=1.0), rank, world_size), *steps_of(theirs_alike(), rank, world_size)]
+
+
+def steps_of(model: nn.Module, rank: int, world_size: int) -> list[Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    model = small(router_aux_loss_coef=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data",))
     stage = compose.parallelize(model, optimizer, mesh, [Zero()], announce=False)
@@ -357,6 +406,7 @@ def step(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_two_ranks_train_as_one() -> None:
+    pytest.importorskip("transformers")
     one, two = run_workers(step, 1)[0], run_workers(step, 2)[0]
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)

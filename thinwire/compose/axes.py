@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from thinwire.methods.memory import Residency, resident_method
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel
+from thinwire.models.hf import HFCausalLM
+from thinwire.models.moe import MoELlama
 from thinwire.models.vocabulary import lose_by_rows
 from thinwire.table import Row
 
@@ -110,6 +113,14 @@ def axis_of(
     whole = _compat.flattened(inside) if inside.ndim > 1 else inside
     group = whole if is_flat or inside.ndim == 1 else mesh["data"]
     return Axis(group, whole, tensor, part.num_names if part is not None else 0, stages=stages)
+
+
+def share_sums(model: nn.Module, comm: Communicator) -> list[Row]:
+    """Let the balance loss of a mixture be that of all ranks' tokens. Returns a row where it can't be."""
+    if isinstance(model, MoELlama | HFCausalLM) and comm.world_size > 1:
+        model.gather = partial(gathered, comm)
+        return model.balance_rows() if isinstance(model, HFCausalLM) else []
+    return []
 
 
 def gathered(comm: Communicator, sums: Tensor) -> Tensor:

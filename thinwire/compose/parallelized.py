@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.collectives import Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.groups import reserve
-from thinwire.compose.axes import AxisMethods, axis_of, cut_layers, cut_matrices, gathered, other_islands, tensor_row
+from thinwire.compose.axes import AxisMethods, axis_of, cut_layers, cut_matrices, other_islands, share_sums, tensor_row
 from thinwire.compose.checks import check_joint
 from thinwire.compose.meshes import check_mesh, holders_of, names_of, node_inside, shape_of, sizes_of, stride_of
 from thinwire.compose.pipelined_model import PipelinedModel
@@ -33,7 +32,6 @@ from thinwire.methods.memory import Residency, same_everywhere
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel
-from thinwire.models.moe import MoELlama
 from thinwire.state.given import optimizer_options, same_on_all_ranks
 from thinwire.table import Row, announce as announce_table
 
@@ -135,8 +133,7 @@ def parallelize(
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
     if experts is not None and isinstance(experts.options.release, int) and isinstance(parallel, ShardedOptimizer):
         experts.hold(parallel, experts.options.release)
-    if isinstance(model, MoELlama) and parallel.comm.world_size > 1:
-        model.gather = partial(gathered, parallel.comm)
+    rows += share_sums(model, parallel.comm)
     if overlap and not parallel.overlaps:
         rows.append(("overlap", "no effect", "weights are whole when a step ends"))
     if part is not None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, nearest
+from thinwire.models.balance import joined_loss, joined_sums, joins_layers, summed_over_ranks
 from thinwire.models.kept import PACKED, is_pruned, keep_folder, read_packed
 from thinwire.models.llama import next_token_loss, with_gradient_of
+from thinwire.table import Row
 
 log = logging.getLogger(__name__)
+# What models of transformers call the weight of their balance loss, or their configurations.
+WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 class HFCausalLM(nn.Module):
-    """A transformers causal LM behind the contract of `Llama`: forward(tokens, targets) and `max_seq_len`."""
+    """A transformers causal LM behind the contract of `Llama`: forward(tokens, targets) and `max_seq_len`.
+
+    gather: of a mixture, a collective that returns the sums of all ranks in training, so that the balance loss is that
+    of the global batch; None: this rank's sums only.
+    """
 
     model: Any  # a transformers.PreTrainedModel, which is optional here
 
@@ -26,6 +34,7 @@ class HFCausalLM(nn.Module):
         super().__init__()
         self.model = model
         self.max_seq_len = max_seq_len
+        self.gather: Callable[[Tensor], Tensor] | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -42,13 +51,29 @@ class HFCausalLM(nn.Module):
             logits = self.model(input_ids=tokens, use_cache=False).logits
             return logits if targets is None else next_token_loss(logits, targets)
         found = self.model(input_ids=tokens, use_cache=False, output_router_logits=True)
-        return with_gradient_of(next_token_loss(found.logits, targets), self.balance_weight * found.aux_loss)
+        return with_gradient_of(next_token_loss(found.logits, targets), self.balance_weight * self._balance_loss(found))
+
+    def _balance_loss(self, found: Any) -> Tensor:
+        """The balance loss of transformers for the last forward; with `gather`, over the tokens of all ranks."""
+        if self.gather is None or not joins_layers(self.model):
+            return found.aux_loss
+        sums = summed_over_ranks(joined_sums(self.model, found.router_logits), self.gather)
+        return joined_loss(sums, self.model.num_experts_per_tok)
 
     @property
     def balance_weight(self) -> float:
-        """The weight of the balance loss; 0 for a model without experts."""
-        config = self.model.config
-        return getattr(config, "router_aux_loss_coef", 0.0) if hasattr(config, "output_router_logits") else 0.0
+        """The weight of the balance loss, by any of the names it has in transformers; 0 for a model without experts."""
+        if not hasattr(self.model.config, "output_router_logits"):
+            return 0.0
+        stated = (getattr(of, name, None) for of in (self.model.config, self.model) for name in WEIGHTS)
+        return next((float(weight) for weight in stated if weight is not None), 0.0)
+
+    def balance_rows(self) -> list[Row]:
+        """A row about a balance loss that can't be taken over all ranks."""
+        if not self.balance_weight or joins_layers(self.model):
+            return []
+        why = f"{type(self.model).__name__} has a form of its own, which sums of ranks do not give"
+        return [(f"balance loss, weight {self.balance_weight:g}", "of each rank's own tokens", why)]
 
 
 def build_hf(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest
+from thinwire.models.balance import gshard_loss, importance_load_loss, summed_over_ranks
 from thinwire.models.capacity import RowCounts, capacity, check_capacity
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Linear, Llama, LlamaConfig, next_token_loss, with_gradient_of
@@ -360,37 +361,6 @@ class MoE(nn.Module):
             priority = choice.best if config.batch_priority else None
             index = drop(index, config.num_local_experts, limit, priority)
         return self.experts(flat, index, choice.weights).view_as(x)
-
-
-def gshard_loss(sums: Tensor) -> Tensor:
-    """E * sum_e mean(score_e) * (share of tokens whose first choice is e); 1 for an even router, at most E.
-
-    Shape:
-        sums: [..., 4, experts], see Choice; over all tokens of the batch. result: [...].
-    Source: Lepikhin et al., "GShard" (2020), algorithm 1.
-    """
-    scores, first = sums[..., 0, :], sums[..., 1, :]
-    num_tokens = first.sum(-1, keepdim=True)
-    return scores.shape[-1] * (scores / num_tokens * (first / num_tokens)).sum(-1)
-
-
-def importance_load_loss(sums: Tensor) -> Tensor:
-    """(CV(importance)^2 + CV(load)^2) / 2, the squared coefficients of variation over experts; shapes as gshard_loss.
-
-    Source: Shazeer et al., "Outrageously large neural networks" (2017), section 4.
-    """
-    scores, load = sums[..., 0, :], sums[..., 2, :]
-    parts = [part.var(-1, correction=0) / part.mean(-1).square() for part in (scores, load)]
-    return (parts[0] + parts[1]) / 2
-
-
-def summed_over_ranks(sums: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum of all ranks' `sums`. The mean over ranks of the gradients from its backward is the gradient of the sum.
-
-    gather: returns a tensor of all ranks, [ranks, ...].
-    """
-    every = gather(sums.detach())
-    return every.sum(0) + len(every) * (sums - sums.detach())
 
 
 class MoELlama(Llama):

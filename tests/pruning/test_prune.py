@@ -89,7 +89,6 @@ def test_equal_gates_are_wandas_and_no_tokens_are_told() -> None:
     model = small()
     for layer in model.model.layers:
         # The first expert is never among the two best.
-        layer.mlp.register_forward_pre_hook(lambda module, args: None)
         layer.mlp.gate.register_forward_hook(
             lambda module, args, choice: replace(choice, index=choice.index.clamp_min(1))
         )
@@ -163,16 +162,52 @@ def test_curvature_prunes_a_mixture_as_other_methods_do() -> None:
     assert all(param.requires_grad for param in model.parameters())
 
 
-def masks_of_rank(rank: int, world_size: int) -> dict[str, Tensor]:
-    return prune(small(), text(8)[rank::world_size]).masks
+class Even(nn.Module):
+    """A layer whose inputs are all alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 8, bias=False))])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers[0](torch.full((*tokens.shape, 16), 0.7))
+
+
+def test_inputs_that_are_all_alike_leave_the_choice_to_sizes() -> None:
+    by_inputs, by_size = (prune(Even(), text(), method=method).masks for method in ("wanda", "magnitude"))
+    assert torch.equal(by_inputs["layers.0.0.weight"], by_size["layers.0.0.weight"])
+
+
+def masks_of_rank(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    """The masks of ranks with parts of the text: replicas, and ranks that share the experts, whole and in slices."""
+    found = [prune(small(), text(8)[rank::world_size]).masks]
+    for options in (thinwire.ExpertParallel(2, dispatch="int8/16"), thinwire.ExpertParallel(2, slices=2)):
+        model = small()
+        ep = thinwire.expert_parallel(model, options, local_size=1)
+        with pytest.raises(ConfigError, match=r"give 2, 1 batches to prune by: .*; nearest: 1 each"):
+            prune(model, text(2)[rank:])
+        done = prune(model, text(8)[rank::world_size])
+        kept = {name: param for name, param in model.named_parameters() if name in done.masks}
+        for name, mask in ep.part(done.masks).items():
+            assert torch.equal(kept[name] != 0, mask)
+        # They are spread again.
+        before = ep.comm.meter.snapshot().sent_by("dispatch")
+        model(text()[0])
+        assert ep.comm.meter.snapshot().sent_by("dispatch") > before
+        ep.close()
+        found.append(done.masks)
+    return found
 
 
 def test_ranks_and_batches_have_the_masks_of_one_process() -> None:
-    whole_batch = prune(small(), text()).masks
-    for found in (prune(small(), text(8)).masks, *run_workers(masks_of_rank, 2)):
-        assert found.keys() == whole_batch.keys()
     one = prune(small(), text(8)).masks
-    for found in run_workers(masks_of_rank, 2):
+    every = [
+        prune(small(), text(1, 128)).masks,
+        *(found for of_rank in run_workers(masks_of_rank, 2) for found in of_rank),
+    ]
+    for found in every:
+        assert found.keys() == one.keys()
         assert all(torch.equal(found[name], one[name]) for name in one)
 
 

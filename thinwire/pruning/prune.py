@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from thinwire.codecs.random import named_seed, uniform
 from thinwire.errors import ConfigError
+from thinwire.hosts.experts import ExpertRanks
+from thinwire.hosts.experts.parallel import spread_over
 from thinwire.pruning.curvature import gradients, operate
 from thinwire.pruning.masks import check, check_width, mask_of, scores
 
@@ -64,7 +66,9 @@ def prune(
 
     The batches pass the model once, and each layer twice: before it is pruned, to measure its inputs, and afterwards.
     If torch.distributed is initialised, each rank gives batches of its own, and the sums of squares are added over
-    ranks: all get the masks of a single process. The collectives block.
+    ranks: all get the masks of a single process. The collectives block. Experts that are spread over ranks become
+    whole on each of them, one layer at a time, and then each rank keeps its part; masks are those of whole experts.
+    Such ranks need equally many batches. Prune before the optimizer is made: it may hold other copies of the weights.
 
     Args:
         model: a model of thinwire, or a causal LM of transformers 5.
@@ -83,27 +87,40 @@ def prune(
     many = dist.is_available() and dist.is_initialized()
     if method == "obs" and many and dist.get_world_size(group) > 1:
         raise ConfigError("--method obs: gradients are those of one process; nearest: wanda, or one process")
-    batches = list(batches)
+    batches, spread = list(batches), spread_over(model)
+    if spread is not None:
+        check_equally_many(spread, len(batches))
     was_training = model.training
     model.eval()
     inputs, calls = first_inputs(model, layers, batches)
     done = Pruned()
     for number, (prefix, layer) in enumerate(layers):
-        with ExitStack() as hooks:
-            targets = list(watched(layer, prefix, hooks, is_gated=method == "moe-pruner"))
-            for x, call in zip(inputs, calls, strict=True):
-                call.run(layer, number, x)
-        if many:
-            for squares in {id(target.squares): target.squares for target in targets}.values():
-                dist.all_reduce(squares, group=group)
-        if method == "obs":
-            prune_by_curvature(model, targets, batches, done, sparsity, pattern)
-        else:
-            for target in targets:
-                prune_one(target, done, sparsity, method, pattern, seed)
-        inputs = [call.run(layer, number, x) for x, call in zip(inputs, calls, strict=True)]
+        with nullcontext() if spread is None else spread.whole(layer):
+            with ExitStack() as hooks:
+                targets = list(watched(layer, prefix, hooks, is_gated=method == "moe-pruner"))
+                for x, call in zip(inputs, calls, strict=True):
+                    call.run(layer, number, x)
+            if many:
+                for squares in {id(target.squares): target.squares for target in targets}.values():
+                    dist.all_reduce(squares, group=group)
+            if method == "obs":
+                prune_by_curvature(model, targets, batches, done, sparsity, pattern)
+            else:
+                for target in targets:
+                    prune_one(target, done, sparsity, method, pattern, seed)
+            inputs = [call.run(layer, number, x) for x, call in zip(inputs, calls, strict=True)]
     model.train(was_training)
     return done
+
+
+def check_equally_many(ranks: ExpertRanks, num_batches: int) -> None:
+    """Raise ConfigError, on all ranks that share experts, for unequal numbers of batches. A collective."""
+    every = ranks.comm.wait(ranks.comm.all_gather_exact(torch.tensor([num_batches]))).flatten().tolist()
+    if len(set(every)) > 1:
+        raise ConfigError(
+            f"ranks that share experts give {', '.join(map(str, every))} batches to prune by: all call the model "
+            f"equally often; nearest: {min(every)} each"
+        )
 
 
 def prune_one(target: Target, done: Pruned, sparsity: float, method: str, pattern: str, seed: int) -> None:
@@ -112,7 +129,7 @@ def prune_one(target: Target, done: Pruned, sparsity: float, method: str, patter
     check_width(target.name, matrices.shape[-1], pattern)
     if method == "random":
         drawn = uniform(named_seed(seed, target.name), 0, matrices.numel())
-        score = drawn.view(matrices.shape)
+        score = drawn.view(matrices.shape).to(matrices.device)
     else:
         score = scores(matrices, torch.ones_like(norms) if method == "magnitude" else norms)
     if norms.ndim > 1 and method in ("moe-pruner", "wanda"):
@@ -195,7 +212,7 @@ def watched(layer: nn.Module, prefix: str, hooks: ExitStack, is_gated: bool) -> 
         if set(name.removeprefix(prefix).split(".")) & ROUTERS:
             continue
         if isinstance(module, nn.Linear):
-            target = Target(f"{name}.weight", module.weight, zeros(module.in_features))
+            target = Target(f"{name}.weight", module.weight, zeros(module.weight, module.in_features))
             hooks.callback(module.register_forward_pre_hook(add_inputs(target.squares)).remove)
             targets = [target]
         elif name.rpartition(".")[2] == "experts":
@@ -208,8 +225,9 @@ def watched(layer: nn.Module, prefix: str, hooks: ExitStack, is_gated: bool) -> 
         raise ConfigError(f"{prefix} holds no linear layer and no packed experts, so there is nothing to prune")
 
 
-def zeros(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float64)
+def zeros(weight: Tensor, *shape: int) -> Tensor:
+    """Sums to begin with, where a weight lies."""
+    return torch.zeros(shape, dtype=torch.float64, device=weight.device)
 
 
 def add_inputs(squares: Tensor) -> Any:
@@ -226,7 +244,7 @@ def packed(name: str, experts: Any, hooks: ExitStack, is_gated: bool) -> Iterato
     if not isinstance(down, nn.Parameter) or not (is_ours or is_theirs) or hasattr(experts, "down_proj_bias"):
         raise ConfigError(f"{name} is no packed tensor of experts with a gate: prune supports those of transformers 5")
     inner, outer = down.shape[1:] if is_ours else down.shape[:0:-1]
-    of_inputs, of_inner = zeros(len(down), outer), zeros(len(down), inner)
+    of_inputs, of_inner = zeros(down, len(down), outer), zeros(down, len(down), inner)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x, index, weights = (*args, *kwargs.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,8 @@ from thinwire.state.portable import OPTIMIZER
 from thinwire.state.replicas import equal_bits
 from thinwire.table import Row
 
+# The attribute of a module of experts that names the ranks over which they are spread.
+SPREAD = "spread_over"
 RELEASED = "bytes of gradients in each layer's backward, while experts compute; the rest at its end"
 
 
@@ -134,6 +137,32 @@ class ExpertRanks:
             team = range(first, first + placement.slices)
             weights = Gather.apply(self.wire, team, placement.of_team, *weights)
         return work_on(self.wire, experts, rows, counts, tuple(weights))
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        """A context in which all of a model's experts, or of a part of it, are whole on this rank: no rows travel.
+
+        Ranks may then call the model unequally often, each for itself, as in `generate`. What is changed in the experts
+        stays: each rank keeps its part. The memory of all of these experts is needed at a time. A collective at the
+        start, over the ranks that share the experts; exact, whatever codecs rows have. Not for training.
+        """
+        held: list[tuple[nn.Parameter, Tensor]] = []
+        modules = [module for module in model.modules() if vars(module).get(SPREAD) is self]
+        for module in modules:
+            # One message at a time, in the same order on all ranks.
+            for param in module.parameters():
+                parts = self.comm.wait(self.comm.all_gather_exact(param.data.contiguous()))
+                held.append((param, param.data))
+                param.data = self.placement.joined(parts)
+        forwards = [vars(module).pop("forward") for module in modules]
+        try:
+            yield
+        finally:
+            for module, forward in zip(modules, forwards, strict=True):
+                vars(module)["forward"] = forward
+            for param, part in held:
+                part.copy_(self.placement.part(param.data, self.comm.rank))
+                param.data = part
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole tensors on all ranks, from every rank's part of the experts' tensors. A collective."""
@@ -292,7 +321,14 @@ def expert_parallel(
     for name, experts in found.items():
         # Compiled layers leave their code for it.
         modules[name].forward = torch.compiler.disable(partial(made.forward, experts))
+        vars(modules[name])[SPREAD] = made
     return made
+
+
+def spread_over(model: nn.Module) -> ExpertRanks | None:
+    """The ranks over which a model's experts are spread; None: they are whole on this one."""
+    found = (vars(module).get(SPREAD) for module in model.modules())
+    return next((ranks for ranks in found if ranks is not None), None)
 
 
 def wire_of(

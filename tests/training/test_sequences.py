@@ -17,7 +17,10 @@ SMALL = (
     "--llama.num-hidden-layers", "2", "--dtype", "fp32", "--eval-sequences", "5", "--sample-tokens", "8",
     "--timeout", "120", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
-LOSSY = "--strategy sdp4bit --sequence.parallel 2 --sequence.activations int8/64:nearest --sequence.gradients int8/64"
+LOSSY = (
+    "--strategy sdp4bit --sequence.parallel 2 --sequence.method ulysses --sequence.activations int8/64:nearest "
+    "--sequence.gradients int8/64"
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,9 @@ def test_sequences_train_as_one_process_and_move_to_others(runs: dict[str, dict[
         assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert run["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
         assert "resume proven" in run["printed"] and "within 1e-05" in run["printed"]
-    assert "ulysses" in runs["four"]["printed"] and "sequence method ring" in runs["ring"]["printed"]
+    chosen = r"--sequence.method auto: (ulysses|ring) \(of a layer and micro-batch, seconds .*: .*MB"
+    assert re.search(chosen, runs["four"]["printed"]) and "measured for it: inter " in runs["four"]["printed"]
+    assert "measured for it" not in runs["ring"]["printed"] and "sequence method ring" in runs["ring"]["printed"]
     assert "no effect" not in runs["one"]["printed"].split("network interface")[0]
 
 

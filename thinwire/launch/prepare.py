@@ -739,6 +739,8 @@ def planned_rows(run: Run) -> list[Row]:
         ("mesh", str(shape), "axes from the outside in"),
         ("topology", str(grid), "stated" if config.local_size else "the workers of one machine share a node"),
     ]
+    if run.chooses_attention:
+        rows.append((f"--sequence.method {AUTO}", "chosen when all ranks have met", "they measure their links"))
     cuts = {name for name, size in shape.sizes.items() if size > 1} - {"data", "island"}
     if not cuts and name_of(config.optimizer or "") not in WHOLE:
         tokenizer, overrides = load_tokenizer(config.tokenizer), config.tables.get(model_table(config.model) or "")

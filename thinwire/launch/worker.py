@@ -85,6 +85,12 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
         run, more = choose_experts(run)
         rows = [*rows, *more]
         keep_config(run, place)
+    if run.chooses_attention:
+        # Few runs need it.
+        from thinwire.planner.chosen import choose_attention
+
+        run, more = choose_attention(run, dtype)
+        rows = [*rows, *more]
     if run.config.minutes is not None:
         run, more = fix_steps(run, place, device, dtype, start.began or time.time())
         rows = [*rows, *more, *late_rows(run)]

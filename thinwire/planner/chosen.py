@@ -1,7 +1,8 @@
-"""`--pipeline.across auto` and `--experts.* auto`: the ranks measure themselves and their links, and rank 0 chooses."""
+"""What options that say auto take: the ranks measure themselves and their links, and rank 0 chooses."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,15 @@ from thinwire.calibration.levels import EXPERTS as USUAL_EXPERTS, measure_links
 from thinwire.calibration.work import pass_seconds
 from thinwire.collectives import Communicator, Mailbox
 from thinwire.collectives.store_gather import of_all_ranks, told_by_first
-from thinwire.cost.links import ALL_TO_ALL
+from thinwire.cost.links import ALL_TO_ALL, Links
 from thinwire.data import load_tokenizer
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.links import measured_links
+from thinwire.hosts.ranks import along, neighbours
+from thinwire.hosts.sequence.seams import heads_of
 from thinwire.methods.pipeline.across import REPLICAS, STAGES
+from thinwire.methods.sequence import Shape, choose_layout, network_of
 from thinwire.models import Llama, build_model, build_skeleton
 from thinwire.models.seam import mixture_of
 from thinwire.options import EXPERTS, PIPELINE, model_table
@@ -165,18 +169,55 @@ def choose_experts(run: Run) -> tuple[Run, list[Row]]:
         raise ConfigError(f"--experts.* {AUTO}: {problem}")
     stated = config.tables[EXPERTS]
     taken = Run.of(replace(config, tables={**config.tables, EXPERTS: {**stated, **values}}))
-    lines = [
-        f"{level} {seconds_text(line.alpha_s)} + {8e-6 / line.beta_s:,.0f} Mbit/s"
-        for (operation, level), line in links.lines.items()
-        if operation == ALL_TO_ALL
-    ]
-    rows.append(("measured for it", ", ".join(lines) or "no links", "an all-to-all of all ranks at once, of each rank"))
+    rows.append(measured_row(links))
     # Codecs and slices of one rank.
     rows += [row for row in unused_rows(taken) if row[0].startswith(f"--{EXPERTS}.")]
     # What is open stays so, for the steps and for a resume; the mesh does not.
     ranks = {"parallel": values["parallel"]} if "parallel" in values else {}
     kept = replace(config, tables={**config.tables, EXPERTS: {**stated, **ranks}})
     return replace(taken, config=replace(kept, optimizer=taken.config.optimizer), links=links), rows
+
+
+def choose_attention(run: Run, dtype: str | None) -> tuple[Run, list[Row]]:
+    """The run whose ranks of a sequence exchange what takes the fewest seconds on their links; and rows on it.
+
+    dtype: the compute type, if this rank knows it. The same on all ranks; the configuration keeps auto. A collective
+    over the default group.
+    """
+    config, asked = run.config, run.sequence
+    assert asked is not None
+    is_first = dist.get_rank() == 0
+    comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
+    topology, links = comm.topology, run.links
+    if links is None:
+        if is_first:
+            print(f"--sequence.method {AUTO}: measuring the links ...", flush=True)
+        links = measure_links(comm, operations=[ALL_TO_ALL])
+    comm.close()
+    told: tuple[str, str] = "", ""
+    if is_first:
+        heads, kv_heads, width, layers = heads_of(skeleton_of(config))
+        tokens, itemsize = derive(config, config.num_shares).micro_batch * config.seq_len, 2 if dtype == "bf16" else 4
+        axes = list(config.mesh_shape.sizes.items())
+        inner = axes[[name for name, _ in axes].index("sequence") + 1 :]
+        members = neighbours(0, asked.parallel, math.prod(size for _, size in inner))
+        local_size = along(topology, members)
+        network = network_of(links, asked.parallel, local_size)
+        layout, why = choose_layout(asked, Shape(heads, kv_heads, width, tokens, layers, itemsize), local_size, network)
+        told = str(layout), why
+    method, why = told_by_first(told, "the attention of sequences")
+    rows = [(f"--sequence.method {AUTO}", method, why), measured_row(links)]
+    return replace(run, sequence=replace(asked, method=method)), rows
+
+
+def measured_row(links: Links) -> Row:
+    """A row about the links that were measured."""
+    lines = [
+        f"{level} {seconds_text(line.alpha_s)} + {8e-6 / line.beta_s:,.0f} Mbit/s"
+        for (operation, level), line in links.lines.items()
+        if operation == ALL_TO_ALL
+    ]
+    return "measured for it", ", ".join(lines) or "no links", "an all-to-all of all ranks at once, of each rank"
 
 
 def sizes_timed(model: nn.Module) -> tuple[int, int, int]:

@@ -19,7 +19,6 @@ from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
 from thinwire.flags import flag
 from thinwire.hosts.ranks import along
-from thinwire.hosts.sequence.parallel import TYPICAL_TOKENS
 from thinwire.hosts.sums import looking_across
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
@@ -31,7 +30,7 @@ from thinwire.methods.pipeline.across import ranks_across
 from thinwire.methods.pipeline.cut import SPREAD
 from thinwire.methods.pipeline.inside import check_inside, check_spread, why_not_inside
 from thinwire.methods.pipeline.options import Pipeline
-from thinwire.methods.sequence import SequenceParallel, Shape, choose_layout, facts
+from thinwire.methods.sequence import SequenceParallel, Shape, facts
 from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
 from thinwire.methods.sums import planned_with
 from thinwire.methods.tables import by_tokens
@@ -594,21 +593,12 @@ def sequence_notes(
     if size == 1:
         return []
     heads, kv_heads = llama.num_attention_heads, llama.num_key_value_heads
-    tokens = config.passes * config.micro_batch * config.seq_len
-    itemsize = 2 if config.dtype == "bf16" else 4
+    tokens, itemsize = config.micro_batch * config.seq_len, 2 if config.dtype == "bf16" else 4
     attention = Shape(heads, kv_heads, llama.hidden_size // heads, tokens, llama.num_hidden_layers, itemsize)
     local_size = math.gcd(config.local_size, size)
     inter, intra = (usual if each is None else each / 8 for each, usual in ((rate, RATE), (local_rate, LOCAL_RATE)))
     links = Network.even(size, inter, DELAY_S, local_size=local_size, local_rate=intra)
-    rows = facts(options, attention, local_size, links)
-    layout = rows[0][1]
-    # A run measures nothing, and chooses by links that it assumes.
-    if (of_run := str(choose_layout(options, replace(attention, tokens=TYPICAL_TOKENS), local_size)[0])) != layout:
-        why = f"it assumes {8e-9 * RATE:g} Gbit/s between nodes and {8e-9 * LOCAL_RATE:g} inside one"
-        rows.append(
-            ("sequence method auto in a run", of_run, f"{why}; for these rates state --sequence.method {layout}")
-        )
-    return rows
+    return facts(options, attention, config.seq_len, config.passes, local_size, links)
 
 
 def tensor_note(config: LlamaConfig, seq_len: int, shape: MeshShape) -> tuple[str, str, str]:

@@ -20,6 +20,7 @@ from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
+from thinwire.methods.sequence.layout import AUTO
 from thinwire.optim import JOINT, MESHED, OPTIMIZERS, WHOLE
 from thinwire.options import (
     CHOSEN_FROM,
@@ -106,6 +107,11 @@ class Run:
     def has_islands(self) -> bool:
         """Whether it trains islands, each with an inner strategy."""
         return has_islands(self.config.strategy)
+
+    @property
+    def chooses_attention(self) -> bool:
+        """Whether the ranks choose, after they have met, what the ranks of a sequence send each other."""
+        return self.sequence is not None and self.sequence.parallel > 1 and self.sequence.method == AUTO
 
     @property
     def recovers(self) -> bool:

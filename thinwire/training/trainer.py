@@ -275,11 +275,10 @@ class Trainer:
 
     def _sequence_row(self, sequence: SequenceRanks) -> Row:
         """A row about what the ranks of a sequence send each other in a step."""
-        length = -(-self.config.seq_len // sequence.layout.unit) * sequence.layout.unit
         heads, kv_heads, width, layers = heads_of(self.engine.model)
-        tokens = self.batch.micro_batch * self.batch.accumulation * length
-        shape = Shape(heads, kv_heads, width, tokens, layers, itemsize=2 if self.dtype == "bf16" else 4)
-        most = most_sent(sequence.layout, shape, sequence.options)
+        tokens, itemsize = self.batch.micro_batch * self.config.seq_len, 2 if self.dtype == "bf16" else 4
+        shape = Shape(heads, kv_heads, width, tokens, layers, itemsize)
+        most = self.batch.accumulation * most_sent(sequence.layout, shape, sequence.options, self.config.seq_len)
         sent, why = f"{most / 1e6:.3f} MB a rank", f"in {layers} layers"
         if self.config.documents and sequence.layout.ring > 1:
             sent, why = f"at most {sent}", f"{why}; blocks without a document in common do not travel"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.cost import Network
+from thinwire.cost import Line, Links, Network
+from thinwire.cost.links import ALL_TO_ALL, INTER, INTRA
 from thinwire.errors import ConfigError
 from thinwire.methods.sequence import (
     SequenceLayout,
@@ -15,6 +16,7 @@ from thinwire.methods.sequence import (
     facts,
     head_shares,
     kv_share,
+    network_of,
     sent,
     tokens_of,
     visible,
@@ -74,10 +76,16 @@ def test_auto_takes_what_the_links_carry_soonest() -> None:
     # Each round waits: latency makes the ring dear.
     slow = Network.even(4, 125e9, 0.05)
     assert str(choose_layout(auto, few_keys, 1, slow)[0]) == "ulysses"
+    # Of measured links each rank of a node has its share of the node's port, in a line of alpha and beta.
+    lines = {(ALL_TO_ALL, INTER): Line(0.05, 2e-9), (ALL_TO_ALL, INTRA): Line(0.0, 1e-10)}
+    measured = network_of(Links(lines), 4, 2)
+    assert measured.port_rates()["up", 0] == pytest.approx(1e9) and measured.delays_s[0][2] == 0.05
+    assert measured.rates[0][1] == pytest.approx(1e10) and network_of(Links({}), 2, 2).delays_s[0][1] == 0
+    assert str(choose_layout(auto, few_keys, 2, measured)[0]) == "ulysses"
     # Where ranks have no head of their own, keys must travel.
     assert choose_layout(SequenceParallel(8), Shape(4, 4, 64, 4096), 1)[0].ulysses <= 4
-    rows = facts(auto, few_keys, 1)
-    assert rows[0][:2] == ("sequence method auto", "ring") and "37.749 MB" in rows[1][1]
+    rows = facts(auto, few_keys, 4096, 2, 1)
+    assert rows[0][:2] == ("sequence method auto", "ring") and "75.497 MB" in rows[1][1]
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire.codecs import Codec
-from thinwire.cost import Network
+from thinwire.cost import Line, Links, Network
+from thinwire.cost.links import ALL_TO_ALL, INTER, INTRA
 from thinwire.errors import ConfigError
 from thinwire.methods.sequence.layout import AUTO, SequenceLayout, head_shares, kv_share, layouts
 from thinwire.methods.sequence.options import SequenceParallel
 from thinwire.table import Row
 
-# What `auto` assumes of links that nobody has measured: 1 Gbit/s and 0.1 ms between nodes, 10 Gbit/s inside one.
+# Of links that nobody has measured or stated: 1 Gbit/s and 0.1 ms between nodes, 10 Gbit/s inside one.
 RATE, LOCAL_RATE, DELAY_S = 125e6, 1250e6, 1e-4
 Pair = tuple[int, int]
 
@@ -78,19 +80,27 @@ def busiest(sent_bytes: dict[Pair, int]) -> int:
     return max(by_rank.values(), default=0)
 
 
-def most_sent(layout: SequenceLayout, shape: Shape, options: SequenceParallel) -> int:
-    """Bytes that the busiest rank sends in all layers, forward and backward."""
-    return shape.layers * busiest(sent(layout, shape, options.codec("activations"), options.codec("gradients")))
+def most_sent(layout: SequenceLayout, shape: Shape, options: SequenceParallel, length: int = 1) -> int:
+    """Bytes that the busiest rank sends in all layers, forward and backward, for padded sequences of `length`."""
+    padded = shape.tokens // length * (-(-length // layout.unit) * layout.unit)
+    traffic = sent(layout, replace(shape, tokens=padded), options.codec("activations"), options.codec("gradients"))
+    return shape.layers * busiest(traffic)
 
 
 def link_seconds(layout: SequenceLayout, sent_bytes: dict[Pair, int], network: Network) -> float:
-    """Seconds of one layer on the links: those of the busiest link, plus the delay of each round."""
+    """Seconds of one layer on the links: those of the busiest link, plus the delay of each round.
+
+    Inside a node, a rank's messages follow each other.
+    """
     ports: dict[object, float] = defaultdict(float)
     rates = network.port_rates()
     slowest = 0.0
     for pair, num_bytes in sent_bytes.items():
-        slowest = max(slowest, num_bytes / network.rates[pair[0]][pair[1]])
-        for port in network.ports(pair):
+        alone_s = num_bytes / network.rates[pair[0]][pair[1]]
+        slowest = max(slowest, alone_s)
+        if not (shared := network.ports(pair)):
+            ports[pair[0]] += alone_s
+        for port in shared:
             ports[port] += num_bytes / rates[port]
     rounds = 4 * (layout.ulysses > 1) + 2 * (layout.ring - 1) + (layout.ring > 1)
     delay_s = max((network.delays_s[a][b] for a, b in sent_bytes), default=0.0)
@@ -100,6 +110,22 @@ def link_seconds(layout: SequenceLayout, sent_bytes: dict[Pair, int], network: N
 def assumed(ranks: int, local_size: int) -> Network:
     """Links with assumed rates, see RATE. local_size: ranks per node, among those of a sequence."""
     return Network.even(ranks, RATE, DELAY_S, local_size=local_size, local_rate=LOCAL_RATE)
+
+
+def network_of(links: Links, ranks: int, local_size: int) -> Network:
+    """Links between the ranks of a sequence, from seconds measured while all ranks of all nodes send.
+
+    local_size: ranks per node, among those of a sequence. Each adds its share to the node's port.
+    """
+    nodes = [rank // local_size for rank in range(ranks)]
+    levels = [[INTRA if a == b else INTER for b in nodes] for a in nodes]
+    lines = {level: links.lines.get((ALL_TO_ALL, level), Line()) for level in (INTRA, INTER)}
+    shares = {INTRA: 1, INTER: local_size}
+    rates = {level: shares[level] / line.beta_s if line.beta_s else math.inf for level, line in lines.items()}
+    return Network(
+        tuple(nodes), tuple(tuple(rates[each] for each in row) for row in levels),
+        tuple(tuple(lines[each].alpha_s for each in row) for row in levels),
+    )  # fmt: skip
 
 
 def candidates(shape: Shape, ranks: int, local_size: int) -> list[SequenceLayout]:
@@ -116,7 +142,8 @@ def choose_layout(
 ) -> tuple[SequenceLayout, str]:
     """The layout in effect, and why. Raises ConfigError for a stated layout that can't work.
 
-    local_size: ranks per node, among those of a sequence. network: between the ranks of a sequence.
+    shape.tokens: of a micro-batch, whose messages wait for each other. local_size: ranks per node, among those of a
+    sequence. network: between the ranks of a sequence.
     """
     ranks, codecs = options.parallel, (options.codec("activations"), options.codec("gradients"))
     if options.method != AUTO:
@@ -134,16 +161,20 @@ def choose_layout(
     best = min(seconds, key=lambda each: seconds[each])
     spans = {each: f"{s:.3g} s" if s >= 1 else f"{1e3 * s:.3g} ms" for each, s in seconds.items()}
     shown = ", ".join(f"{each} {span}, {busiest(traffic[each]) / 1e6:.3g} MB" for each, span in spans.items())
-    return best, f"of a layer, seconds on its links and what a rank sends: {shown}"
+    return best, f"of a layer and micro-batch, seconds on its links and what a rank sends: {shown}"
 
 
-def facts(options: SequenceParallel, shape: Shape, local_size: int, network: Network | None = None) -> list[Row]:
-    """Rows of (asked for, in effect, why): the attention, what a rank sends in a step of `shape`.
+def facts(
+    options: SequenceParallel, shape: Shape, length: int, micro_batches: int, local_size: int,
+    network: Network | None = None,
+) -> list[Row]:  # fmt: skip
+    """Rows of (asked for, in effect, why): the attention, what a rank sends in a step.
 
-    Raises ConfigError as `choose_layout`. shape.tokens: of a step, of one sequence rank group.
+    shape.tokens: of a micro-batch, of sequences of `length` of one sequence rank group. Raises ConfigError as
+    `choose_layout`.
     """
     layout, why = choose_layout(options, shape, local_size, network)
-    most = most_sent(layout, shape, options)
+    most = micro_batches * most_sent(layout, shape, options, length)
     return [
         (f"sequence method {options.method}", str(layout), why),
         (

@@ -29,7 +29,7 @@ from thinwire.methods.experts import (
     sent,
     way_text,
 )
-from thinwire.methods.experts.choice import MOVES
+from thinwire.methods.experts.choice import moves_of
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.models.capacity import check_capacity
 from thinwire.models.moe import MoELlama
@@ -162,7 +162,7 @@ def side_by_side(strategy: Method, whole: nn.Module, config: ExplainConfig, link
     left out.
     """
     world, stated, found = MeshShape({"data": config.nodes * config.local_size}), config.tables.get(EXPERTS, {}), []
-    for ranks, move in product(range(1, world.world_size + 1), MOVES):
+    for ranks, move in product(range(1, world.world_size + 1), moves_of(stated.get("slices", 1))):
         if (ranks == 1 and move != "tokens") or (move == "slices" and stated.get("slices", 1) == 1):
             continue
         idle = ("dispatch", "combine", "release") if move == "experts" else ("weights",) if move == "tokens" else ()

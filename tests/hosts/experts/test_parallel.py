@@ -142,7 +142,7 @@ def switched(rank: int) -> float:
 def layers(rank: int, world_size: int) -> Any:
     layouts: list[tuple[int, int, Any]] = [
         (4, 1, "tokens"), (2, 1, "tokens"), (4, 2, "tokens"), (4, 4, "tokens"), (4, 2, "slices"), (2, 2, "slices"),
-        (4, 2, "experts"),
+        (4, 4, "slices=2"), (4, 2, "experts"),
     ]  # fmt: skip
     plain = [one_layer(rank, ExpertParallel(w, slices=s, move=move)) for w, s, move in layouts]
     plain += [one_layer(rank, ExpertParallel(4, slices=2, route=route)) for route in ("2dh", "once")]

@@ -89,6 +89,12 @@ def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> N
         ({"chunks": 2, "route": "once"}, "chunks 2 with route 'once'"),
         ({"weights": "bf16"}, "weights 'bf16' with move 'tokens': no weights travel; nearest: 'fp32'"),
         ({"weights": "bf16", "move": "slices"}, "with move 'slices' of 1 slice: no weights travel"),
+        (
+            {"move": "slices=3", "slices": 8},
+            "some of the 8 ranks of its expert, not one or all; their number divides these; nearest: 'slices=2'",
+        ),
+        ({"move": "slices=2", "slices": 2}, "nearest: 'slices'"),
+        ({"move": "slice"}, "move 'slice': no such choice; did you mean 'slices'"),
         ({"weights": "int8/64:stochastic", "move": "experts"}, "not at random; nearest: 'int8/64:nearest'"),
     ],
 )
@@ -132,7 +138,8 @@ def test_the_way_of_the_fewest_simulated_seconds_is_taken() -> None:
     assert chosen(working, num_tokens=16, move="auto")[0].move == "tokens"
     # Two rows of a token cross once, and with codecs that weights have no use for they are all that may move.
     assert chosen(quick, top_k=4, route="auto")[0].route == "once"
-    assert [each.move for each in chosen(quick, slices=4, move="auto", dispatch="bf16", weights="bf16")] == ["slices"]
+    coded = chosen(quick, slices=4, move="auto", dispatch="bf16", weights="bf16")
+    assert {each.move for each in coded} == {"slices", "slices=2"}
     with pytest.raises(ConfigError, match="weights 'bf16' with move 'tokens'"):
         chosen(quick, move="auto", dispatch="bf16", weights="bf16")
 

@@ -132,10 +132,10 @@ class ExpertRanks:
         weights: Sequence[Tensor] = experts.weights
         if move == "experts":
             return experts.product(rows, counts, Gather.apply(self.wire, range(comm.world_size), placement, *weights))
-        if move == "slices" and placement.slices > 1:
-            first = comm.rank - comm.rank % placement.slices
-            team = range(first, first + placement.slices)
-            weights = Gather.apply(self.wire, team, placement.of_team, *weights)
+        if (gathered := self.options.gathered) > 1:
+            first = comm.rank - comm.rank % gathered
+            group = range(first, first + gathered)
+            weights = Gather.apply(self.wire, group, placement.inside(gathered), *weights)
         return work_on(self.wire, experts, rows, counts, tuple(weights))
 
     @contextmanager
@@ -238,9 +238,14 @@ class ExpertRanks:
         copies = f"{num} replicas of each average its gradients" if num > 1 else "no replicas: nothing is averaged"
         is_straight = not self.wire.hops and self.once is None
         route = "linear" if is_straight else asked.route
+        kind, _, repeats = asked.move.partition("=")
+        to = f"{repeats} ranks of each expert" if repeats else "experts"
         moved = {
             "tokens": (f"tokens to experts, route {route}", codecs),
-            "slices": (f"slices to each other, tokens to experts, route {route}", f"weights {asked.weights}, {codecs}"),
+            "slices": (
+                f"slices to each other, tokens to {to}, route {route}",
+                f"weights {asked.weights}, {codecs}",
+            ),
             "experts": (
                 "experts to tokens",
                 f"in each micro-batch; no rows travel; weights {asked.weights}, gradients {asked.gradients}",
@@ -258,7 +263,7 @@ class ExpertRanks:
             *(straight if asked.route != "linear" and is_straight else []),
             *([] if asked.release == "now" else [(f"experts release {asked.release}", "between rows", RELEASED)]),
             (f"experts over {asked.parallel} ranks", str(self.placement), copies),
-            (f"experts move {asked.move}", moved[asked.move][0], f"{self.comm.topology}; {moved[asked.move][1]}"),
+            (f"experts move {asked.move}", moved[kind][0], f"{self.comm.topology}; {moved[kind][1]}"),
         ]
 
     def close(self) -> None:
@@ -340,11 +345,9 @@ def wire_of(
     seed: int,
 ) -> ExpertWire:
     """The wire of one way among the ranks of `comm`. members: their numbers among all ranks that train the model."""
-    among, on, step = range(placement.ranks), placement, 1
-    if options.move == "slices":
-        # Of each team, the rank at this one's place.
-        step = placement.slices
-        among, on = range(comm.rank % step, placement.ranks, step), placement.whole
+    # Of each group that exchanges slices, the rank at this one's place.
+    step = options.gathered
+    among, on = range(comm.rank % step, placement.ranks, step), placement.over(step)
     grid, num_chunks = comm.topology, options.num_chunks
     has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
     dispatch, combine, gradients, weights = map(options.codec, CODED)

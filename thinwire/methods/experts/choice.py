@@ -17,7 +17,6 @@ from thinwire.methods.experts.traffic import Rows, legs
 
 # Where a link takes no time.
 MOST_ROOM = 1 << 40
-MOVES: tuple[Literal["tokens", "slices", "experts"], ...] = ("tokens", "slices", "experts")
 ROUTES: tuple[Literal["linear", "2dh", "once"], ...] = ("linear", "2dh", "once")
 
 
@@ -43,13 +42,19 @@ def choose_way(
     return dict(sorted(seconds.items(), key=lambda item: (float(f"{item[1]:.3g}"), item[0].num_chunks)))
 
 
+def moves_of(slices: int) -> list[str]:
+    """What may travel where so many ranks share an expert: Tutel's r from all of them to 1, and 0."""
+    some = [f"slices={each}" for each in range(slices - 1, 1, -1) if slices % each == 0]
+    return ["tokens", *some, "slices", "experts"]
+
+
 def ways_of(options: ExpertParallel, placement: ExpertPlacement, local_size: int) -> list[ExpertParallel]:
     """The ways in one chunk that the options leave open: what travels, by each route that differs.
 
     Raises ConfigError where no way has a use for all that is stated.
     """
     has_hops, found, problems = 1 < local_size < placement.ranks, [], Problems()
-    for move, route in product(MOVES, ROUTES):
+    for move, route in product(moves_of(placement.slices), ROUTES):
         is_same = (placement.ranks == 1 and move != "tokens") or (placement.slices == 1 and move == "slices")
         fits = route == "linear" or (has_hops and (route == "2dh" or local_size % placement.slices == 0))
         is_asked = (
@@ -86,7 +91,7 @@ def passes(
 ) -> tuple[list[Portion], list[Portion]]:
     """The chunks of one layer's forward, and of its backward, in their order."""
     # Two operations for each weight of a rank's part of an expert, or of whole ones where their weights come to it.
-    each = 2 * part_numel // placement.each * (1 if options.move == "tokens" else placement.slices)
+    each = 2 * part_numel // placement.each * (placement.slices if options.move == "experts" else options.gathered)
     forward, backward = [], []
     for number, ways in enumerate(legs(placement, rows, options, part_numel, local_size)):
         flops = [each * num for num in rows_there(placement, rows, options, number)]
@@ -138,7 +143,7 @@ def rows_there(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, 
             continue
         first, total = placement.team(home) * placement.each, 0
         for source, counts in enumerate(rows.counts):
-            if options.move == "tokens" or source % placement.slices == home % placement.slices:
+            if source % options.gathered == home % options.gathered:
                 num = sum(counts[first : first + placement.each])
                 total += (chunk + 1) * num // options.num_chunks - chunk * num // options.num_chunks
         found.append(total)

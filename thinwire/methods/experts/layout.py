@@ -33,15 +33,13 @@ class ExpertPlacement:
         """Number of experts of a rank."""
         return self.experts // self.teams
 
-    @property
-    def of_team(self) -> ExpertPlacement:
-        """The placement of one team's experts on its own ranks."""
-        return ExpertPlacement(self.each, self.slices, self.slices)
+    def inside(self, gathered: int) -> ExpertPlacement:
+        """The placement of a rank's experts on the `gathered` neighbours of its team that exchange their slices."""
+        return ExpertPlacement(self.each, gathered, gathered)
 
-    @property
-    def whole(self) -> ExpertPlacement:
-        """The placement of all experts, whole, on one rank of each team."""
-        return ExpertPlacement(self.experts, self.teams)
+    def over(self, gathered: int) -> ExpertPlacement:
+        """The placement of all experts on one rank of each such group of neighbours, whose slices are joined there."""
+        return ExpertPlacement(self.experts, self.ranks // gathered, self.slices // gathered)
 
     def team(self, rank: int) -> int:
         """The team of a rank. It has experts team * each to (team + 1) * each - 1."""

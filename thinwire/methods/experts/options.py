@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from thinwire.codecs import Codec
-from thinwire.errors import ConfigError, Problems
+from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.options import FIXED_SIZE, FP32, SAME_EACH_TIME, check_types, codec_or_none
 
 # As many as Tutel has.
 MOST_CHUNKS = 32
 AUTO = "auto"
+MOVES = ("tokens", "slices", "experts")
 CODED = ("dispatch", "combine", "gradients", "weights")
 
 
@@ -39,11 +40,12 @@ class ExpertParallel:
     auto: in `thinwire train`, the number that needs the fewest seconds on the links, which are measured."""
     slices: int = 1
     """Ranks that share one expert, in slices of its hidden units; divides parallel."""
-    move: Literal["tokens", "slices", "experts", "auto"] = "tokens"
+    move: str = "tokens"
     """What travels. tokens: each row, to all ranks of its expert.
 
-    slices: these ranks exchange their slices, and a row goes to one of them; experts: every rank gathers all experts,
-    and rows stay. auto, here and below: in `thinwire train`, what needs the fewest seconds in a simulated layer."""
+    slices: these ranks exchange their slices, and a row goes to one of them; slices=R: a row goes to R of them, and
+    each part of slices / R of them exchanges its slices; experts: every rank gathers all experts, and rows stay. auto,
+    here and below: in `thinwire train`, what needs the fewest seconds in a simulated layer."""
     route: Literal["linear", "2dh", "once", "auto"] = "linear"
     """Path of rows. linear: from each rank to each; 2dh: inside a node first, then one message from node to node.
 
@@ -76,12 +78,41 @@ class ExpertParallel:
             if not isinstance(self.chunks, str) and not 1 <= self.chunks <= MOST_CHUNKS:
                 near = min(max(self.chunks, 1), MOST_CHUNKS)
                 raise ConfigError(f"chunks {self.chunks}: must be 1 to {MOST_CHUNKS}; nearest: {near}")
+            self._check_move()
             if not isinstance(self.release, str) and self.release < 0:
                 raise ConfigError(f"release {self.release}: must be at least 0; nearest: 0")
         problems.messages += self._unfit()
         for name in CODED:
             problems.note(self.codec, name)
         problems.raise_any()
+
+    def _check_move(self) -> None:
+        """Raise ConfigError for a word that is none of those above, and for a number of ranks that can't be."""
+        name, has_number, number = self.move.partition("=")
+        if not has_number and name in (*MOVES, AUTO):
+            return
+        divisors = [n for n in range(2, self.slices) if self.slices % n == 0]
+        if name != "slices" or not number.isdecimal():
+            raise ConfigError(f"move {self.move!r}: no such choice{nearest(name, (*MOVES, 'slices=2', AUTO))}")
+        if int(number) not in divisors:
+            near = min(divisors, key=lambda each: abs(each - int(number)), default=0)
+            words = f"slices={near}" if near else "slices"
+            raise ConfigError(
+                f"move {self.move!r}: a row goes to some of the {self.slices} ranks of its expert, not one or all; "
+                f"their number divides these; nearest: {words!r}"
+            )
+
+    @property
+    def moves_slices(self) -> bool:
+        """Whether ranks of an expert exchange their slices, all of them or some."""
+        return self.move.startswith("slices")
+
+    @property
+    def gathered(self) -> int:
+        """Number of neighbouring ranks that exchange their slices, if any do; 1: none."""
+        if not self.moves_slices:
+            return 1
+        return self.slices // int(self.move.partition("=")[2] or 1)
 
     def _unfit(self) -> Iterator[str]:
         """Why options do not fit each other; what is still to be chosen fits."""
@@ -90,7 +121,7 @@ class ExpertParallel:
             what = f"move {self.move!r}" if self.move == "experts" else f"route {self.route!r}"
             yield f"chunks {self.chunks} with {what}: {why}; nearest: 1"
         still = dict.fromkeys(("dispatch", "combine"), "rows") if self.move == "experts" else {"weights": "weights"}
-        if self.move == AUTO or (self.move == "slices" and self.slices > 1):
+        if self.move == AUTO or (self.moves_slices and self.slices > 1):
             still = {}
         for name, what in still.items():
             if (stated := getattr(self, name)) != FP32:

@@ -80,7 +80,8 @@ def legs(
     With n_pe rows of rank p for expert e, p sends sum_e n_pe rows to each of the s ranks that hold parts of e, except
     to itself, and receives as many. Backward sends the same rows of gradients. Before the rows of the first chunk, 2 +
     E / G numbers are sent. If experts move, a rank sends its part, of `part_numel` elements, to each rank that gathers
-    it, and backward as many gradients. If slices move, a row goes to the one rank of a team at its source's place.
+    it, and backward as many gradients. If slices move, a row goes to the one rank of a team, or of each group that
+    exchanges slices, at its source's place.
 
     local_size: ranks per node. With two hops, everything for rank m of any node goes to rank m of this node first; each
     packet has its number of rows, and each message the sizes of its packets. For rows that enter a node once, see
@@ -89,7 +90,7 @@ def legs(
     moved: HopBytes = {}
     returned: HopBytes = {}
     for source, home in product(range(placement.ranks), repeat=2):
-        gathers = options.move == "slices" and placement.team(source) == placement.team(home)
+        gathers = source // options.gathered == home // options.gathered
         if source != home and (gathers or options.move == "experts"):
             size = part_numel // rows.width, rows.width, rows.of_experts
             moved[source, home], returned[source, home] = (
@@ -171,7 +172,7 @@ def packets(
     """
     ways: list[HopBytes] = [{}, {}, {}, {}]
     for source, home in product(range(placement.ranks), repeat=2):
-        if options.move == "slices" and source % placement.slices != home % placement.slices:
+        if source % options.gathered != home % options.gathered:
             continue
         first = placement.team(home) * placement.each
         total, parts = sum(rows.counts[source][first : first + placement.each]), options.num_chunks

@@ -47,6 +47,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.methods.sequence": ("SequenceParallel",),
     "thinwire.methods.sharded": ("ShardedMethod",),
     "thinwire.models.kept": ("keep",),
+    "thinwire.models.row_hooks": ("row_hooks",),
     "thinwire.optim": (
         "Apollo", "ApolloMini", "DGCSGD", "DionOptimizer", "InverseFisher", "LANS", "MFAC", "Muon", "OneBitAdamW",
     ),

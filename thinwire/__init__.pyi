@@ -68,6 +68,7 @@ from thinwire.methods.sequence import SequenceParallel as SequenceParallel
 from thinwire.methods.sharded import ShardedMethod as ShardedMethod
 from thinwire.methods.slope_log import SlopeLog as SlopeLog
 from thinwire.models.kept import keep as keep
+from thinwire.models.row_hooks import row_hooks as row_hooks
 from thinwire.optim import (
     DGCSGD as DGCSGD,
     LANS as LANS,

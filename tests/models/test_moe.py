@@ -40,6 +40,7 @@ from thinwire.models.moe import (
     mixtral_weights,
 )
 from thinwire.models.noise import TokenNoise
+from thinwire.models.row_hooks import EVENTS
 
 SMALL = replace(MIXTURES["moe-tiny"], hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=4)
 
@@ -225,6 +226,21 @@ def test_a_layer_equals_a_loop_over_tokens(router: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+def test_rows_may_be_watched_and_changed_on_their_way() -> None:
+    layer: Any = small().model.layers[0].mlp
+    x, hooks, seen = torch.randn(1, 10, 16, generator=torch.Generator().manual_seed(0)), layer.experts.row_hooks, []
+    plain = layer(x)
+    handles = [hooks.add(event, lambda rows, event=event: seen.append((event, *rows.shape))) for event in EVENTS]
+    handles.append(hooks.add("before_combine", lambda rows: 2 * rows))
+    torch.testing.assert_close(layer(x), 2 * plain)
+    assert seen == [(event, 20, 16) for event in EVENTS]
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(layer(x), plain) and len(seen) == 4
+    with pytest.raises(ConfigError, match="no event 'before_dispach'; did you mean 'before_dispatch'"):
+        hooks.add("before_dispach", print)
+
+
 def test_the_grouped_kernel_equals_the_loop() -> None:
     draws = torch.Generator().manual_seed(0)
     counts = torch.tensor([3, 0, 9, 4])
@@ -354,7 +370,18 @@ def test_transformers_mixtral_has_equal_logits_and_its_balance_loss_here(tmp_pat
             0.03,
             True,
         ),
-        ("dbrx", {"d_model": 32, "n_heads": 4, "n_layers": 1, "ffn_config": {"moe_loss_weight": 0.07}}, 0.07, True),
+        (
+            "dbrx",
+            {
+                "d_model": 32,
+                "n_heads": 4,
+                "n_layers": 1,
+                "ffn_config": {"moe_loss_weight": 0.07},
+                "attn_config": {"rope_theta": 1e4},
+            },
+            0.07,
+            True,
+        ),
         (
             "doge",
             {"num_experts": 16, "num_experts_per_tok": 2, "is_moe": True, "router_aux_loss_coef": 0.05},
@@ -407,6 +434,14 @@ def steps_of(model: nn.Module, rank: int, world_size: int) -> list[Tensor]:
 
 def test_two_ranks_train_as_one() -> None:
     pytest.importorskip("transformers")
-    one, two = run_workers(step, 1)[0], run_workers(step, 2)[0]
-    for a, b in zip(one, two, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    expected = list[Tensor]()
+    for model in (small(router_aux_loss_coef=1.0), theirs_alike()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(*text()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected += [param.detach() for param in model.parameters()]
+    for found in run_workers(step, 2):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-6)

@@ -29,6 +29,8 @@ def partition(produced: Sequence[float], idle_s: Sequence[float], line: Line) ->
     beta wherever it goes, and a message after the last layer alpha in addition. So step 2 has one choice: the rest goes
     there, or all of it into one layer after whose gradients everything fits. That is exact, and needs no search.
 
+    A run does step 1 alone: the gradients of its embedding always come after the last layer, so its choice is made.
+
     Args:
         produced: bytes that come before each layer's idle time, in the order of the backward, and after the last.
         idle_s: seconds in which a layer's backward leaves the link alone.

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from thinwire.errors import ConfigError
 from thinwire.models.moe import dtype_of_work, grouped_product
+from thinwire.models.row_hooks import row_hooks
 
 # What other forms of packed experts say about themselves, and what those here say.
 PLAIN = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
@@ -45,11 +46,12 @@ class FusedExperts:
         """
         dtype = dtype_of_work(rows, weights[0])
         gate, up, down = (weight.to(dtype) for weight in weights)
-        rows = rows.to(dtype)
+        hooks = row_hooks(self.module)
+        rows = hooks.run("after_dispatch", rows.to(dtype))
         both = [grouped_product(rows, weight.transpose(1, 2), counts) for weight in (gate, up)]
         hidden = self.module._apply_gate(torch.cat(both, -1))
         down = down.reshape(len(down), self.width, self.inner)
-        return grouped_product(hidden, down.transpose(1, 2), counts)
+        return hooks.run("before_combine", grouped_product(hidden, down.transpose(1, 2), counts))
 
 
 def fused_experts(model: nn.Module) -> dict[str, FusedExperts]:

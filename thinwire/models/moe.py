@@ -17,6 +17,7 @@ from thinwire.models.capacity import RowCounts, capacity, check_capacity
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Linear, Llama, LlamaConfig, next_token_loss, with_gradient_of
 from thinwire.models.noise import TokenNoise
+from thinwire.models.row_hooks import RowHooks
 from thinwire.table import Row
 
 ROUTERS = ("linear", "noisy", "cosine", "sigmoid")
@@ -191,7 +192,7 @@ def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 class Experts(nn.Module):
     """SwiGLU experts. A range of one expert's hidden units is one range of memory in each of the three tensors.
 
-    They are called like experts of transformers: experts(x, top_k_index, top_k_weights).
+    They are called like experts of transformers: experts(x, top_k_index, top_k_weights). row_hooks: see RowHooks.
     """
 
     is_sliceable = True
@@ -200,6 +201,7 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts, self.weigh_inputs = config.num_local_experts, config.weigh_inputs
         self.inner, self.width = config.intermediate_size, config.hidden_size
+        self.row_hooks = RowHooks()
         shape = (config.num_local_experts, self.inner, self.width)
         self.gate_proj, self.up_proj, self.down_proj = (nn.Parameter(torch.empty(shape)) for _ in range(3))
 
@@ -216,7 +218,8 @@ class Experts(nn.Module):
             top_k_index: int64 [tokens, k]; `num_experts` means no expert.
             top_k_weights: [tokens, k].
         """
-        return mixed(x, top_k_index, top_k_weights, self.num_experts, self.weigh_inputs, self.work)
+        work = between_ranks(self.row_hooks, self.work)
+        return mixed(x, top_k_index, top_k_weights, self.num_experts, self.weigh_inputs, work)
 
     def work(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The result of `swiglu` with the weights of these experts.
@@ -229,7 +232,13 @@ class Experts(nn.Module):
 
     def product(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """The same with other weights, in the form of `weights`."""
-        return swiglu(rows, counts, weights)
+        there = self.row_hooks.run("after_dispatch", rows)
+        return self.row_hooks.run("before_combine", swiglu(there, counts, weights))
+
+
+def between_ranks(hooks: RowHooks, work: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Work on rows, with the hooks of the tokens' rank around it."""
+    return lambda rows, counts: hooks.run("after_combine", work(hooks.run("before_dispatch", rows), counts))
 
 
 def mixed(

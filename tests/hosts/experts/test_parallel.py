@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from thinwire.hosts.experts import once
 from thinwire.hosts.experts.trip import Trip
 from thinwire.methods.experts import Rows, sent
 from thinwire.models.moe import Experts, MoEConfig
+from thinwire.models.row_hooks import EVENTS
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=48)
 TOKENS = [10, 7, 0, 3]
@@ -185,8 +187,15 @@ def made_whole(rank: int) -> float:
             param.mul_(2)
     for name, param in model.experts.named_parameters():
         assert torch.equal(param, 2 * parts[f"experts.{name}"])
-    before = ep.comm.meter.snapshot().sent_by("dispatch")
+    before, seen = ep.comm.meter.snapshot().sent_by("dispatch"), list[tuple[str, int]]()
+
+    def note(event: str, rows: Tensor) -> None:
+        seen.append((event, len(rows)))
+
+    for event in EVENTS:
+        thinwire.row_hooks(model.experts).add(event, partial(note, event))
     model.experts(*inputs()[rank])
+    assert [event for event, _ in seen] == [*EVENTS] and seen[0][1] == seen[-1][1] == 2 * TOKENS[rank]
     assert rank == 2 or ep.comm.meter.snapshot().sent_by("dispatch") > before
     ep.close()
     return float((found - truth(*given)).detach().abs().max())

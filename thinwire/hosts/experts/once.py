@@ -12,6 +12,8 @@ from torch import Tensor
 from thinwire.hosts.experts.trip import ExpertWire, Trip
 from thinwire.models.fused import FusedExperts
 from thinwire.models.moe import Experts, dtype_of_work, mixed
+from thinwire.models.row_hooks import row_hooks
+from thinwire.models.seam import module_of
 
 # Whole numbers that are as large as a weight, and travel beside it.
 NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,7 +52,9 @@ class Once:
             weights_there, own_there = Came.apply(trip, top_k, Tell.apply(trip, weights[token], own))
             return mixed(there, own_there.long(), weights_there, per_node, experts.weigh_inputs, work)
 
-        back = Trip(self.outer, counts).through(x[token].to(dtype_of_work(x, experts.weights[0])), of_node)
+        hooks = row_hooks(module_of(experts))
+        rows = hooks.run("before_dispatch", x[token].to(dtype_of_work(x, experts.weights[0])))
+        back = hooks.run("after_combine", Trip(self.outer, counts).through(rows, of_node))
         return back.new_zeros(len(x), x.shape[1]).index_add(0, token, back).to(x.dtype)
 
 

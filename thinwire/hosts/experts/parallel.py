@@ -29,7 +29,8 @@ from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
 from thinwire.methods.experts.options import CODED, in_groups
 from thinwire.models.fused import FusedExperts
-from thinwire.models.moe import Experts, mixed
+from thinwire.models.moe import Experts, between_ranks, mixed
+from thinwire.models.row_hooks import row_hooks
 from thinwire.models.seam import experts_of, module_of
 from thinwire.optim.dion import FACTOR
 from thinwire.state.elementwise import needs_whole_tensors
@@ -119,7 +120,7 @@ class ExpertRanks:
         x = self.watch.begins(x)
         if self.once is not None:
             return self.watch.ends(self.once.forward(experts, x, index, weights))
-        work = partial(self.work, experts)
+        work = between_ranks(row_hooks(module_of(experts)), partial(self.work, experts))
         return self.watch.ends(mixed(x, index, weights, experts.num_experts, experts.weigh_inputs, work))
 
     def group_for(self, name: str, param: nn.Parameter) -> list[int] | None:

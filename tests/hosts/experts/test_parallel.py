@@ -15,6 +15,7 @@ from torch import Tensor
 import thinwire
 from tests.workers import run_workers
 from thinwire import ExpertParallel
+from thinwire.collectives.exchange import Exchange
 from thinwire.hosts.experts import once
 from thinwire.hosts.experts.trip import Trip
 from thinwire.methods.experts import Rows, sent
@@ -169,8 +170,31 @@ def layers(rank: int, world_size: int) -> Any:
     ]
     several = (4, "linear", 1), (2, "linear", 1), (4, "2dh", 1), (4, "linear", 5), (4, "2dh", 3)
     weights = [moved(rank, *each) for each in ((4, 2), (2, 1))]
-    errors = max(switched(rank), made_whole(rank))
-    return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights, errors
+    errors, messages = max(switched(rank), made_whole(rank)), [crossing(rank, route) for route in ("linear", "2dh")]
+    return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights, errors, messages
+
+
+def crossing(rank: int, route: Any) -> dict[int, list[int]]:
+    """Bytes of each message of dispatch to ranks of the other node, by rank, once both ends expect what comes."""
+    model, found = torch.nn.Module(), dict[int, list[int]]()
+    model.experts = filled(0)
+    ep = thinwire.expert_parallel(model, ExpertParallel(4, route=route), local_size=2, timeout_s=60)
+    for _ in range(3):
+        found.clear()
+        with pytest.MonkeyPatch.context() as patched:
+            send = Exchange.send
+
+            def counted(self: Exchange, peer: int, message: Tensor, send: Any = send) -> None:
+                to = self.wire.global_ranks[peer]
+                if self.operation == "dispatch" and to // 2 != rank // 2:
+                    found.setdefault(to, []).append(self._length(message))
+                send(self, peer, message)
+
+            patched.setattr(Exchange, "send", counted)
+            model.experts(*inputs()[rank])
+            ep.comm.barrier()
+    ep.close()
+    return found
 
 
 def made_whole(rank: int) -> float:
@@ -243,7 +267,9 @@ def overlapped(rank: int) -> list[int]:
 
 
 def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula() -> None:
-    for plain, coded, (four, *others), worked, weights, error in run_workers(layers, 4, local_size=2):
+    every = run_workers(layers, 4, local_size=2)
+    check_two_hops([of_rank[-1] for of_rank in every])
+    for plain, coded, (four, *others), worked, weights, error, _ in every:
         assert error < 1e-12
         for exact, bytes_fit in plain:
             assert exact < 1e-12 and bytes_fit
@@ -264,6 +290,18 @@ def test_numbers_of_experts_keep_their_bits_beside_weights_of_any_dtype(dtype: t
     assert both.dtype == dtype and both.shape == (40, 16)
     found = once.apart(both, 8)
     assert torch.equal(found[0], weights) and torch.equal(found[1].long(), numbers)
+
+
+def check_two_hops(messages: list[list[dict[int, list[int]]]]) -> None:
+    """Between two nodes of two ranks: one peer of the other node in place of two, and messages of both ranks' rows."""
+    between = {(rank, to): sizes for rank, (linear, _) in enumerate(messages) for to, sizes in linear.items()}
+    for rank, (linear, hops) in enumerate(messages):
+        far = (rank + 2) % 4
+        assert sorted(linear) == sorted({far, far ^ 1}) and list(hops) == [far]
+        assert all(len(sizes) == 1 for sizes in (*linear.values(), *hops.values()))
+        # What both ranks of this node send to the rank at this place of the other one, but for numbers in front.
+        both = between[rank, far][0] + between[rank ^ 1, far][0]
+        assert 0 <= hops[far][0] - both <= 8 * 16
 
 
 def lose_a_rank(rank: int, world_size: int) -> str:

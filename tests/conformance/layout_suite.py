@@ -81,7 +81,7 @@ ROWS: dict[str, Row] = {
     "ring-ddp": Row(RING, thinwire.DDP(), sequence=SequenceParallel(4, "ring")),
     "fsdp": Row(SHARED, thinwire.FSDP()),
     "heads-and-ring": Row(RING, sequence=SequenceParallel(4, "ulysses=2,ring=2")),
-    "inside": Row({"data": 1, "expert": 2, "sequence": 2}, experts=spread(chunks=2)),
+    "inside": Row({"data": 1, "expert": 2, "sequence": 2}, experts=spread(chunks=2, chunks_back=1)),
     "outside": Row({"data": 1, "sequence": 2, "expert": 2}, has_logits=False),
     "ring-moves": Row(
         {"data": 1, "expert": 2, "sequence": 2}, experts=spread(move="experts"), sequence=SequenceParallel(2, "ring")

@@ -65,7 +65,8 @@ class TransformersExperts:
         return ExpertWire(
             comm, ExpertPlacement(experts.num_experts * ranks, ranks), range(ranks), options.codec("dispatch"),
             options.codec("combine"), options.codec("gradients"), seed=self._seed, num_chunks=options.num_chunks,
-            hops=[Rooms() for _ in range(options.num_chunks)] if has_hops else (),
+            num_back=options.num_back,
+            hops=[Rooms() for _ in range(max(options.num_chunks, options.num_back))] if has_hops else (),
         )  # fmt: skip
 
     def close(self) -> None:

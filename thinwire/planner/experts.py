@@ -40,7 +40,7 @@ from thinwire.report.units import bytes_text, seconds_text
 from thinwire.table import Row
 
 # Options that may say auto, and ways that the start-up table shows.
-CHOSEN, NUM_SHOWN = ("parallel", "move", "route", "chunks"), 4
+CHOSEN, NUM_SHOWN = ("parallel", "move", "route", "chunks", "chunks_back"), 4
 # What the table calls the rows of a layer on their way.
 OPERATION = "tokens to experts"
 Key = TypeVar("Key")

@@ -98,12 +98,18 @@ def one_layer(rank: int, options: ExpertParallel) -> tuple[float, bool]:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b)), bytes_fit
 
 
-def rounded(rank: int, ranks: int, route: Any, chunks: int = 1) -> list[Tensor]:
+def rounded(rank: int, ranks: int, route: Any, chunks: int = 1, back: Any = "same") -> list[Tensor]:
     """Rows that go to experts that change nothing, and back; and their gradients."""
     model = torch.nn.Module()
     model.experts = filled(0)
     asked = ExpertParallel(
-        ranks, route=route, chunks=chunks, dispatch="int8/32", combine="int4/16:nearest", gradients="int4/32"
+        ranks,
+        route=route,
+        chunks=chunks,
+        chunks_back=back,
+        dispatch="int8/32",
+        combine="int4/16:nearest",
+        gradients="int4/32",
     )
     ep = thinwire.expert_parallel(model, asked, local_size=2)
     x, index, _ = inputs()[rank]
@@ -137,7 +143,7 @@ def switched(rank: int) -> float:
         assert ep.watch.take() > 0.0
         pairs = [(y.detach(), expected[rank].detach()), (x.grad, given[rank][0].grad * 4)]
         error = max([error, *(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b))])
-    assert ep.wire is ep._wires["tokens", "once", 1][0]
+    assert ep.wire is ep._wires["tokens", "once", 1, 1][0]
     ep.close()
     return error
 
@@ -153,6 +159,8 @@ def layers(rank: int, world_size: int) -> Any:
         one_layer(rank, ExpertParallel(4, slices=2, chunks=3)),
         one_layer(rank, ExpertParallel(4, slices=2, chunks=2, move="slices")),
         one_layer(rank, ExpertParallel(4, chunks=32)),
+        one_layer(rank, ExpertParallel(4, chunks=4, chunks_back=1)),
+        one_layer(rank, ExpertParallel(4, slices=2, route="2dh", chunks=2, chunks_back=6)),
         one_layer(rank, ExpertParallel(4, route="2dh", chunks=4)),
     ]
     routes: list[tuple[Any, int]] = [("linear", 1), ("2dh", 1), ("once", 1), ("linear", 3)]
@@ -168,7 +176,7 @@ def layers(rank: int, world_size: int) -> Any:
         one_layer(rank, ExpertParallel(4, slices=2, move=move, weights="int8/32", gradients="int8/32"))
         for move in moving
     ]
-    several = (4, "linear", 1), (2, "linear", 1), (4, "2dh", 1), (4, "linear", 5), (4, "2dh", 3)
+    several = (4, "linear", 1), (2, "linear", 1), (4, "2dh", 1), (4, "linear", 5), (4, "2dh", 3), (4, "linear", 2, 4)
     weights = [moved(rank, *each) for each in ((4, 2), (2, 1))]
     errors, messages = max(switched(rank), made_whole(rank)), [crossing(rank, route) for route in ("linear", "2dh")]
     return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights, errors, messages

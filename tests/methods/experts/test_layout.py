@@ -14,7 +14,8 @@ from thinwire import ConfigError, ExpertParallel
 from thinwire.checkpoint import Piece
 from thinwire.cost import Line, Links
 from thinwire.hosts.experts import expert_parallel
-from thinwire.methods.experts import ExpertPlacement, Rows, choose_way, place_experts, sent
+from thinwire.methods.experts import MEASURE, ExpertPlacement, Rows, choose_way, place_experts, sent
+from thinwire.methods.experts.dictionary import every_way
 from thinwire.planner.command import run_explain
 
 
@@ -85,6 +86,9 @@ def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> N
     [
         ({"chunks": 33}, "chunks 33: must be 1 to 32; nearest: 32"),
         ({"chunks": 0}, "nearest: 1"),
+        ({"chunks": 4, "chunks_back": 3}, "chunks_back 3 with chunks 4: one must divide the other; nearest: 2"),
+        ({"chunks": "auto", "chunks_back": 2}, "both are found, or neither; nearest: 'auto'"),
+        ({"move": "experts", "chunks_back": 2}, "rows go in one; nearest: 'same'"),
         ({"chunks": 2, "move": "experts"}, "chunks 2 with move 'experts': no rows travel; nearest: 1"),
         ({"chunks": 2, "route": "once"}, "chunks 2 with route 'once'"),
         ({"weights": "bf16"}, "weights 'bf16' with move 'tokens': no weights travel; nearest: 'fp32'"),
@@ -151,6 +155,14 @@ def test_chunks_are_taken_where_they_hide_work_and_one_is_always_tried() -> None
     # Messages that cost a processor more than is hidden.
     dear = replace(working, message_s=0.002)
     assert chosen(dear, chunks="auto")[0].num_chunks == 1
+    # Forward and backward apart: half or twice as many chunks in backward, if that is faster; all ways have a number.
+    options = ExpertParallel(4, 2, move="auto", chunks="auto", chunks_back="auto")
+    place, rows = ExpertPlacement(8, 4, 2), Rows.even(ExpertPlacement(8, 4, 2), 4096, 2, 32, torch.float32, 2)
+    seconds = choose_way(options, place, rows, 3 * 8 * 48 * 32 // 4, 2, replace(working, product=Line(0.0, 4e-10)))
+    tokens = {way: each for way, each in seconds.items() if way.move == "tokens"}
+    best = min(tokens, key=lambda way: tokens[way])
+    assert best.num_back != best.num_chunks > 1
+    assert seconds.keys() <= set(every_way(options, place, 2)) and len(every_way(options, place, 2)) < MEASURE
     # More latency than there is to hide, on the links or of a product.
     for slow in (replace(working, product=Line(0.01, 2e-10)), replace(Links.stated(1e8, 1e9, 0.05, 2), product=Line())):
         assert [each.chunks for each in chosen(slow, chunks="auto")] == [1, 2]

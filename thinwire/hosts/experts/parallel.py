@@ -28,6 +28,7 @@ from thinwire.hosts.ranks import along, neighbours
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
 from thinwire.methods.experts.options import CODED, in_groups
+from thinwire.methods.experts.traffic import chunks_text
 from thinwire.models.fused import FusedExperts
 from thinwire.models.moe import Experts, between_ranks, mixed
 from thinwire.models.row_hooks import row_hooks
@@ -67,7 +68,7 @@ class ExpertRanks:
         place, ranks = comm.rank, placement.ranks
         self.replicas = [each for rank, each in enumerate(everyone.global_ranks) if rank // stride % ranks == place]
         self.watch = Stopwatch()
-        self._wires: dict[tuple[str, str, int], tuple[ExpertWire, Once | None]] = {}
+        self._wires: dict[tuple[str, str, int, int], tuple[ExpertWire, Once | None]] = {}
         self.options = options
         self.wire, self.once = self._wires_of(options)
         self._held: tuple[ShardedOptimizer, float | None] | None = None
@@ -106,7 +107,7 @@ class ExpertRanks:
 
     def _wires_of(self, options: ExpertParallel) -> tuple[ExpertWire, Once | None]:
         """The wires of a way; the same ones each time, since buffers have grown to the rows that come."""
-        key = options.move, options.route, options.num_chunks
+        key = options.move, options.route, options.num_chunks, options.num_back
         if key not in self._wires:
             wire = wire_of(options, self.placement, self.comm, self.members, self._stride, self._seed)
             grid = self.comm.topology
@@ -235,7 +236,7 @@ class ExpertRanks:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         asked, num = self.options, len(self.replicas)
         codecs = f"dispatch {asked.dispatch}, combine {asked.combine}, gradients {asked.gradients}"
-        codecs += f"; in {asked.chunks} chunks" if asked.num_chunks > 1 else ""
+        codecs += chunks_text(asked, "; in ")
         copies = f"{num} replicas of each average its gradients" if num > 1 else "no replicas: nothing is averaged"
         is_straight = not self.wire.hops and self.once is None
         route = "linear" if is_straight else asked.route
@@ -349,14 +350,15 @@ def wire_of(
     # Of each group that exchanges slices, the rank at this one's place.
     step = options.gathered
     among, on = range(comm.rank % step, placement.ranks, step), placement.over(step)
-    grid, num_chunks = comm.topology, options.num_chunks
+    grid, num_chunks, num_back = comm.topology, options.num_chunks, options.num_back
     has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
     dispatch, combine, gradients, weights = map(options.codec, CODED)
     first, apart = members[among[0]], step * stride
-    hops = [Rooms() for _ in range(num_chunks)] if has_hops else ()
+    hops = [Rooms() for _ in range(max(num_chunks, num_back))] if has_hops else ()
     return ExpertWire(
-        comm, on, among, dispatch, combine, gradients, weights, first, apart, seed, hops=hops, num_chunks=num_chunks
-    )
+        comm, on, among, dispatch, combine, gradients, weights, first, apart, seed, hops=hops,
+        num_chunks=num_chunks, num_back=num_back,
+    )  # fmt: skip
 
 
 def entering(wire: ExpertWire) -> Once:

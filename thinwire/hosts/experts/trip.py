@@ -36,6 +36,7 @@ class ExpertWire:
             message of gradients uses another, counted in `num_drawn`. Randomness depends on the seed and on the rows'
             numbers only, so it is the same on any number of ranks.
         hops: state for rows that go inside a node first; None: rows go straight to their rank.
+        num_chunks, num_back: messages to each rank in forward and in backward; one number divides the other.
         between: is called in each backward once all gradients of a layer's outputs have come, and none has left.
     """
 
@@ -53,6 +54,7 @@ class ExpertWire:
     hops: Sequence[Rooms] = ()
     room: Room = field(default_factory=Room)
     num_chunks: int = 1
+    num_back: int = 1
     between: Callable[[], None] | None = None
 
     def forward_seed(self, way: int) -> int:
@@ -74,20 +76,19 @@ class ExpertWire:
 
 
 @dataclass
-class RowChunk:
-    """Rows that travel together. counts: rows for each expert of this rank, int64 [experts of a rank].
+class RowMessage:
+    """Rows that travel together, and the chunks on which experts work one after the other.
 
     Attributes:
         came: rows received from each rank.
         firsts: number of the first row from each rank.
-        order: permutation that sorts the received rows by expert.
-        back: the inverse of `order`.
+        orders: for each chunk in the message, the places of its rows in it, sorted by expert.
+        back: the inverse of all `orders` together.
     """
 
-    counts: Tensor
     came: list[int]
     firsts: list[int]
-    order: Tensor
+    orders: list[Tensor]
     back: Tensor
 
 
@@ -96,9 +97,15 @@ class Trip:
 
     Each of N chunks has an equal share of the consecutive rows from each rank to each other rank: of n rows, chunk c
     has those from c n // N on. Chunks cut the rows of an expert, so neither rounding nor the number of bytes depends on
-    N. While experts work on one chunk, the next ones arrive and earlier ones return.
+    N. While experts work on one chunk, the next ones arrive and earlier ones return. Rows travel in as many messages in
+    forward as `wire.num_chunks` says, and in backward as `wire.num_back` does; the larger number is that of chunks, of
+    which a message then has several.
 
     counts: this rank's rows for each expert.
+
+    Attributes:
+        num_chunks: N.
+        chunk_counts: of each chunk, the rows for each expert of this rank, int64 [experts of a rank].
     """
 
     def __init__(self, wire: ExpertWire, counts: Tensor) -> None:
@@ -106,8 +113,15 @@ class Trip:
         self.counts = counts.cpu().view(placement.teams, placement.each)
         self.blocks: list[int] = self.counts.sum(1).tolist()
         self.starts = [0, *accumulate(self.blocks)]
-        self.chunks: list[RowChunk] = []
+        self.num_chunks = max(wire.num_chunks, wire.num_back)
+        self.chunk_counts: list[Tensor] = []
+        # By the number of messages.
+        self._messages: dict[int, list[RowMessage]] = {}
+        self._num = wire.num_chunks
         self._under_way: dict[int, Future[Tensor]] = {}
+        # By message: what came of it, and what experts have made of its chunks.
+        self._here: dict[int, Tensor] = {}
+        self._made: dict[int, dict[int, Tensor]] = {}
         self._seed_of_gradients: int | None = None
 
     def through(self, rows: Tensor, work: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -118,7 +132,7 @@ class Trip:
         back = []
         for number, token in enumerate(Depart.apply(self, rows)):
             there = Arrive.apply(self, number, token)
-            back.append(Return.apply(self, number, work(there, self.chunks[number].counts.to(rows.device))))
+            back.append(Return.apply(self, number, work(there, self.chunk_counts[number].to(rows.device))))
         return Collect.apply(self, *back)
 
     def depart(self, rows: Tensor) -> None:
@@ -143,70 +157,89 @@ class Trip:
 
         found, _, told = wire.comm.wait(wire.submit(job))
         firsts = [wire.number(rank) + int(start) for rank, start in enumerate(told[:, 0].tolist())]
-        ends = told[:, 1:].cumsum(1)
-        self.chunks = [self._chunk(number, ends, firsts, rows.device) for number in range(wire.num_chunks)]
+        self._note(told[:, 1:].cumsum(1), firsts, rows.device)
         self._under_way[0] = Future()
         self._under_way[0].set_result(found)
-        for number, chunk in list(enumerate(self.chunks))[1:]:
+        for number, message in list(enumerate(self._messages[self._num]))[1:]:
             sends, counts, numbers = self._to_teams(rows, number)
             seed = wire.forward_seed(0)
             self._under_way[number] = self._exchange(
-                number, sends, counts, chunk.came, numbers, wire.dispatch, seed, "dispatch"
+                number, sends, counts, message.came, numbers, wire.dispatch, seed, "dispatch"
             )
 
     def arrive(self, number: int) -> Tensor:
         """The received rows of a chunk, [m, width], sorted by expert, or the gradients of their outputs."""
-        return self.wire.comm.wait(self._under_way.pop(number)).index_select(0, self.chunks[number].order)
+        at, place, message = self._place(number)
+        if at not in self._here:
+            self._here[at] = self.wire.comm.wait(self._under_way.pop(at))
+        # Of the last of its chunks nothing else is read.
+        is_last = len(self._made.get(at, ())) == len(message.orders) - 1
+        came = self._here.pop(at) if is_last else self._here[at]
+        return came.index_select(0, message.orders[place])
 
     def go_back(self, number: int, rows: Tensor, *, is_backward: bool) -> None:
-        """Start to send rows of this rank's experts back to the ranks they came from."""
-        wire, chunk = self.wire, self.chunks[number]
-        codec, seed, name = wire.combine, wire.forward_seed(1), "combine"
+        """Take rows of this rank's experts; with a message's last chunk, start to send them where they came from."""
+        at, place, message = self._place(number)
+        made = self._made.setdefault(at, {})
+        made[place] = rows
+        if len(made) < len(message.orders):
+            return
+        del self._made[at]
+        wire, codec, seed, name = self.wire, self.wire.combine, self.wire.forward_seed(1), "combine"
         if is_backward:
             # The same for all chunks.
             self._seed_of_gradients = self._seed_of_gradients or wire.draw()
             codec, seed, name = wire.gradients, self._seed_of_gradients, "dispatch_gradients"
-        sends = rows.index_select(0, chunk.back)
-        receives = self._each_slice(self._pieces(number))
-        self._under_way[number] = self._exchange(number, sends, chunk.came, receives, chunk.firsts, codec, seed, name)
+        rows = rows if len(made) == 1 else torch.cat([made[each] for each in range(len(made))])
+        receives = self._each_slice(self._pieces(at))
+        self._under_way[at] = self._exchange(
+            at, rows.index_select(0, message.back), message.came, receives, message.firsts, codec, seed, name
+        )
 
     def collect(self) -> Tensor:
         """The returned rows of all chunks, with the parts of sliced experts added: [n, width]."""
-        slices, of_chunks = self.wire.placement.slices, []
-        for number in range(len(self.chunks)):
+        slices, of_messages = self.wire.placement.slices, []
+        for number in range(self._num):
             parts = self.wire.comm.wait(self._under_way.pop(number)).split(self._each_slice(self._pieces(number)))
             teams = [parts[at : at + slices] for at in range(0, len(parts), slices)]
-            of_chunks.append([each[0] if slices == 1 else torch.stack(each).sum(0) for each in teams])
+            of_messages.append([each[0] if slices == 1 else torch.stack(each).sum(0) for each in teams])
         self._seed_of_gradients = None
-        return torch.cat([part for of_team in zip(*of_chunks, strict=True) for part in of_team])
+        return torch.cat([part for of_team in zip(*of_messages, strict=True) for part in of_team])
 
     def depart_again(self, grads: Tensor) -> None:
         """Start to send gradients of the returned rows to the ranks of the experts.
 
-        The last chunk's leave first, because autograd goes back through the last chunk first.
+        The last message leaves first, because autograd goes back through the last chunk first.
         """
         wire, seed = self.wire, self.wire.draw()
-        for number, chunk in reversed(list(enumerate(self.chunks))):
+        self._num = wire.num_back
+        for number, message in reversed(list(enumerate(self._messages[self._num]))):
             sends, counts, numbers = self._to_teams(grads, number)
             self._under_way[number] = self._exchange(
-                number, sends, counts, chunk.came, numbers, wire.gradients, seed, "combine_gradients"
+                number, sends, counts, message.came, numbers, wire.gradients, seed, "combine_gradients"
             )
 
-    def _chunk(self, number: int, ends: Tensor, firsts: Sequence[int], device: torch.device) -> RowChunk:
-        """The chunk that will arrive. ends: where the rows for each expert end, [ranks, experts of a rank]."""
-        num_chunks, experts = self.wire.num_chunks, torch.arange(ends.shape[1])
-        sizes = ends[:, -1:]
-        begin, end = number * sizes // num_chunks, (number + 1) * sizes // num_chunks
-        upto = torch.minimum(torch.maximum(ends, begin), end)
-        by_source = upto.diff(dim=1, prepend=begin)
-        order = experts.repeat(len(ends)).repeat_interleave(by_source.flatten()).argsort(stable=True)
-        starts = [first + int(more) for first, more in zip(firsts, begin, strict=True)]
-        came: list[int] = by_source.sum(1).tolist()
-        return RowChunk(by_source.sum(0), came, starts, order.to(device), order.argsort().to(device))
+    def _place(self, number: int) -> tuple[int, int, RowMessage]:
+        """The message of a chunk in this pass, and the chunk's place in it."""
+        at, place = divmod(number, self.num_chunks // self._num)
+        return at, place, self._messages[self._num][at]
+
+    def _note(self, ends: Tensor, firsts: Sequence[int], device: torch.device) -> None:
+        """Note the messages and chunks that will arrive. ends: where the rows for each expert end, [ranks, experts]."""
+        sizes, edges = ends[:, -1:], []
+        for number in range(self.num_chunks):
+            begin, end = (each * sizes // self.num_chunks for each in (number, number + 1))
+            by_source = torch.minimum(torch.maximum(ends, begin), end).diff(dim=1, prepend=begin)
+            self.chunk_counts.append(by_source.sum(0))
+            edges.append((begin, by_source))
+        for num in {self.wire.num_chunks, self.wire.num_back}:
+            each = self.num_chunks // num
+            parts = [edges[at : at + each] for at in range(0, self.num_chunks, each)]
+            self._messages[num] = [message_of(part, firsts, device) for part in parts]
 
     def _pieces(self, number: int) -> list[slice]:
-        """The slice of rows that each team gets in a chunk."""
-        num = self.wire.num_chunks
+        """The slice of rows that each team gets in a message of this pass."""
+        num = self._num
         return [
             slice(start + number * size // num, start + (number + 1) * size // num)
             for start, size in zip(self.starts, self.blocks, strict=False)
@@ -217,11 +250,11 @@ class Trip:
         return [piece.stop - piece.start for piece in pieces for _ in range(self.wire.placement.slices)]
 
     def _to_teams(self, rows: Tensor, number: int) -> tuple[Tensor, list[int], list[int]]:
-        """The rows of a chunk for each rank in turn, their counts, and the number of each rank's first row."""
+        """The rows of a message for each rank in turn, their counts, and the number of each rank's first row."""
         slices, pieces = self.wire.placement.slices, self._pieces(number)
         own = self.wire.number(self.wire.members.index(self.wire.comm.rank))
         numbers = [own + piece.start for piece in pieces for _ in range(slices)]
-        if slices > 1 or self.wire.num_chunks > 1:
+        if slices > 1 or self._num > 1:
             rows = torch.cat([rows[piece] for piece in pieces for _ in range(slices)])
         return rows.contiguous(), self._each_slice(pieces), numbers
 
@@ -246,6 +279,21 @@ class Trip:
         return self.wire.submit(job)
 
 
+def message_of(chunks: Sequence[tuple[Tensor, Tensor]], firsts: Sequence[int], device: torch.device) -> RowMessage:
+    """The message of some chunks, each by where it begins in the rows of each rank, and its rows by rank and expert."""
+    begin, num_each = chunks[0][0], sum(by_source for _, by_source in chunks).sum(1)  # type: ignore[union-attr]
+    experts, starts, orders = torch.arange(chunks[0][1].shape[1]), num_each.cumsum(0) - num_each, []
+    for first, by_source in chunks:
+        sizes = by_source.sum(1)
+        at = starts + (first - begin).flatten() - (sizes.cumsum(0) - sizes)
+        places = torch.arange(int(sizes.sum())) + at.repeat_interleave(sizes)
+        of_rows = experts.repeat(len(sizes)).repeat_interleave(by_source.flatten())
+        orders.append(places[of_rows.argsort(stable=True)])
+    numbers = [own + int(more) for own, more in zip(firsts, begin.flatten(), strict=True)]
+    back = torch.cat(orders).argsort()
+    return RowMessage(num_each.tolist(), numbers, [order.to(device) for order in orders], back.to(device))
+
+
 class Depart(torch.autograd.Function):
     """Starts to send rows to their experts. Returns a token for each chunk, through which autograd keeps the order."""
 
@@ -253,7 +301,7 @@ class Depart(torch.autograd.Function):
     def forward(ctx: Any, trip: Trip, rows: Tensor) -> tuple[Tensor, ...]:
         ctx.trip = trip
         trip.depart(rows.detach())
-        return tuple(rows.new_empty(0) for _ in trip.chunks)
+        return tuple(rows.new_empty(0) for _ in range(trip.num_chunks))
 
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:

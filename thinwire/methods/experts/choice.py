@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -12,7 +14,7 @@ from thinwire.cost.mixture import Portion, passes_s
 from thinwire.cost.partition import capacity
 from thinwire.errors import Problems
 from thinwire.methods.experts.layout import ExpertPlacement
-from thinwire.methods.experts.options import AUTO, MOST_CHUNKS, ExpertParallel
+from thinwire.methods.experts.options import AUTO, MOST_CHUNKS, SAME, ExpertParallel
 from thinwire.methods.experts.traffic import Rows, legs
 
 # Where a link takes no time.
@@ -32,14 +34,47 @@ def choose_way(
     """
     seconds: dict[ExpertParallel, float] = {}
     for way in ways_of(options, placement, local_size):
-        seconds[way] = layer_s(way, placement, rows, part_numel, local_size, links)
-        while options.chunks == AUTO and way.move != "experts" and way.route != "once" and way.chunks != MOST_CHUNKS:
-            fewer, way = way, replace(way, chunks=2 * way.num_chunks)
-            seconds[way] = layer_s(way, placement, rows, part_numel, local_size, links)
-            if seconds[way] >= seconds[fewer]:
-                break
+
+        @cache
+        def one_s(num: int, is_backward: bool, way: ExpertParallel = way) -> float:
+            one = replace(way, chunks=num, chunks_back=SAME)
+            return pass_s(one, placement, rows, part_numel, local_size, links, is_backward=is_backward)
+
+        def both_s(num: int, back: int, one_s: Callable[[int, bool], float] = one_s) -> float:
+            return one_s(num, False) + one_s(back, True)
+
+        for num, back in pairs_of(options, way, both_s):
+            seconds[replace(way, chunks=num, chunks_back=SAME if num == back else back)] = both_s(num, back)
     # Of ways that differ by less than a simulation knows, the one of the fewest chunks.
-    return dict(sorted(seconds.items(), key=lambda item: (float(f"{item[1]:.3g}"), item[0].num_chunks)))
+    fewest = {way: way.num_chunks + way.num_back for way in seconds}
+    return dict(sorted(seconds.items(), key=lambda item: (float(f"{item[1]:.3g}"), fewest[item[0]])))
+
+
+def pairs_of(
+    options: ExpertParallel, way: ExpertParallel, both_s: Callable[[int, int], float]
+) -> list[tuple[int, int]]:
+    """Numbers of chunks in forward and backward that are open and worth to be tried. both_s: seconds of both passes."""
+    nums = [way.num_chunks]
+    if options.chunks == AUTO and has_parts(way):
+        # Twice as many as long as that helps.
+        while nums[-1] < MOST_CHUNKS and both_s(2 * nums[-1], 2 * nums[-1]) < both_s(nums[-1], nums[-1]):
+            nums.append(2 * nums[-1])
+        nums += [2 * nums[-1]] * (nums[-1] < MOST_CHUNKS)
+    if options.chunks_back != AUTO or not has_parts(way):
+        return [(num, num if back_of(options) == SAME else way.num_back) for num in nums]
+    near = [(num, back) for num in nums for back in near_to(num)]
+    fastest = min(near, key=lambda pair: (both_s(*pair), sum(pair)))
+    return list(dict.fromkeys([*((num, num) for num in nums), fastest]))
+
+
+def near_to(num: int) -> list[int]:
+    """The numbers of chunks in backward that `auto` weighs beside one in forward."""
+    return [each for each in (num, num // 2, 2 * num) if 1 <= each <= MOST_CHUNKS]
+
+
+def has_parts(way: ExpertParallel) -> bool:
+    """Whether rows travel in parts that may be more."""
+    return way.move != "experts" and way.route != "once"
 
 
 def moves_of(slices: int) -> list[str]:
@@ -64,21 +99,27 @@ def ways_of(options: ExpertParallel, placement: ExpertPlacement, local_size: int
         if all(is_asked):
             with problems.collect():
                 one = 1 if options.chunks == AUTO else options.chunks
-                found.append(replace(options, move=move, route=route, chunks=one))
+                found.append(replace(options, move=move, route=route, chunks=one, chunks_back=back_of(options)))
     if not found:
         problems.raise_any()
     return found
 
 
-def layer_s(
-    options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links
-) -> float:
-    """Seconds of one layer's forward and backward, simulated; see choose_way."""
-    forward, backward = passes(options, placement, rows, part_numel, local_size, links)
-    # Four messages of each further chunk, and their hops, cost processors that have no time to spare.
-    num_hops = sum(map(len, (forward[0].there, forward[0].back, backward[0].there, backward[0].back)))
-    more_s = num_hops * (len(forward) - 1) * links.message_s
-    return passes_s(nodes_of(placement, local_size), forward, backward, links) + more_s
+def back_of(options: ExpertParallel) -> int | Literal["same"]:
+    """The stated number of chunks in backward, or as many as in forward."""
+    return SAME if isinstance(options.chunks_back, str) else options.chunks_back
+
+
+def pass_s(
+    options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links, *,
+    is_backward: bool,
+) -> float:  # fmt: skip
+    """Seconds of one layer's forward or backward, simulated; see choose_way."""
+    chunks = passes(options, placement, rows, part_numel, local_size, links)[is_backward]
+    # Two messages of each further chunk, and their hops, cost processors that have no time to spare.
+    more_s = (len(chunks[0].there) + len(chunks[0].back)) * (len(chunks) - 1) * links.message_s
+    both = ([], chunks) if is_backward else (chunks, [])
+    return passes_s(nodes_of(placement, local_size), *both, links) + more_s
 
 
 def nodes_of(placement: ExpertPlacement, local_size: int) -> list[int]:
@@ -96,6 +137,9 @@ def passes(
     for number, ways in enumerate(legs(placement, rows, options, part_numel, local_size)):
         flops = [each * num for num in rows_there(placement, rows, options, number)]
         forward.append(Portion(ways[0], [links.product.seconds(amount) for amount in flops], ways[1]))
+    back = options.in_backward
+    for number, ways in enumerate(legs(placement, rows, back, part_numel, local_size)):
+        flops = [each * num for num in rows_there(placement, rows, back, number)]
         # Gradients of inputs and of weights.
         backward.append(Portion(ways[2], [2 * links.product.seconds(amount) for amount in flops], ways[3]))
     return forward, backward[::-1]

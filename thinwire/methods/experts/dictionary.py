@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from thinwire.cost.links import Links
-from thinwire.methods.experts.choice import choose_way, ways_of
+from thinwire.methods.experts.choice import choose_way, has_parts, near_to, ways_of
 from thinwire.methods.experts.layout import ExpertPlacement
-from thinwire.methods.experts.options import AUTO, MOST_CHUNKS, ExpertParallel
-from thinwire.methods.experts.traffic import Rows
+from thinwire.methods.experts.options import AUTO, MOST_CHUNKS, SAME, ExpertParallel
+from thinwire.methods.experts.traffic import Rows, chunks_text
 from thinwire.state.agreement import MOST_TOLD
 
 # In place of a way: all ranks measure the links again.
@@ -146,7 +146,7 @@ class WayDictionary:
             kinds.setdefault((self.ways[way].move, self.ways[way].route), []).append(way)
         least = min(predicted.values())
         near = [ways for ways in kinds.values() if predicted[ways[0]] <= NEAR * least]
-        whole = [way for ways in near for way in ways if self.ways[way].num_chunks == 1]
+        whole = [way for ways in near for way in ways if self.ways[way].num_chunks == self.ways[way].num_back == 1]
         return list(dict.fromkeys([*(ways[0] for ways in near), *whole]))
 
     def _has_drifted(self, load: Load, seconds: float) -> bool:
@@ -165,12 +165,16 @@ def every_way(options: ExpertParallel, placement: ExpertPlacement, local_size: i
     """All ways that the options leave open: what travels, by each route, in each number of chunks."""
     found = []
     for way in ways_of(options, placement, local_size):
-        has_chunks = options.chunks == AUTO and way.move != "experts" and way.route != "once"
-        sizes = [1 << power for power in range(MOST_CHUNKS.bit_length())] if has_chunks else [way.num_chunks]
-        found += [replace(way, chunks=size) for size in sizes]
+        sizes = [way.num_chunks]
+        if options.chunks == AUTO and has_parts(way):
+            sizes = [1 << power for power in range(MOST_CHUNKS.bit_length())]
+        for size in sizes:
+            backs = near_to(size) if options.chunks_back == AUTO and has_parts(way) else [way.num_back]
+            backs = [size] if options.chunks == AUTO and options.chunks_back != AUTO else backs
+            found += [replace(way, chunks=size, chunks_back=SAME if back == size else back) for back in backs]
     return found
 
 
 def way_text(way: ExpertParallel) -> str:
     """A way as text: what travels, by which route, in how many chunks."""
-    return f"{way.move}, {way.route}, {way.chunks} chunk{'s' if way.num_chunks > 1 else ''}"
+    return f"{way.move}, {way.route}, {chunks_text(way) or '1 chunk'}"

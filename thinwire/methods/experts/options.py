@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems, nearest
@@ -14,6 +14,7 @@ from thinwire.methods.options import FIXED_SIZE, FP32, SAME_EACH_TIME, check_typ
 # As many as Tutel has.
 MOST_CHUNKS = 32
 AUTO = "auto"
+SAME: Final = "same"
 MOVES = ("tokens", "slices", "experts")
 CODED = ("dispatch", "combine", "gradients", "weights")
 
@@ -52,6 +53,9 @@ class ExpertParallel:
     once: a token enters each node once, and one sum comes back."""
     chunks: int | Literal["auto"] = 1
     """Parts, 1 to 32, into which the rows of a layer are cut: experts work on one while others travel."""
+    chunks_back: int | Literal["same", "auto"] = SAME
+    """The same in backward, in which experts work twice as long: same, as many as chunks; or a number that divides
+    chunks, or is a multiple of it. auto: the same, half or twice as many."""
     dispatch: str = FP32
     """Codec of rows to their experts, such as bf16 or int8/64:nearest; fp32: as they are. It draws by
     a row's number alone."""
@@ -75,9 +79,10 @@ class ExpertParallel:
             for name in ("parallel", "slices"):
                 if getattr(self, name) != "auto" and getattr(self, name) < 1:
                     raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1; nearest: 1")
-            if not isinstance(self.chunks, str) and not 1 <= self.chunks <= MOST_CHUNKS:
-                near = min(max(self.chunks, 1), MOST_CHUNKS)
-                raise ConfigError(f"chunks {self.chunks}: must be 1 to {MOST_CHUNKS}; nearest: {near}")
+            for name in ("chunks", "chunks_back"):
+                if not isinstance(num := getattr(self, name), str) and not 1 <= num <= MOST_CHUNKS:
+                    near = min(max(num, 1), MOST_CHUNKS)
+                    raise ConfigError(f"{name} {num}: must be 1 to {MOST_CHUNKS}; nearest: {near}")
             self._check_move()
             if not isinstance(self.release, str) and self.release < 0:
                 raise ConfigError(f"release {self.release}: must be at least 0; nearest: 0")
@@ -120,6 +125,15 @@ class ExpertParallel:
             why = "no rows travel" if self.move == "experts" else "what goes back is a sum over all rows of a node"
             what = f"move {self.move!r}" if self.move == "experts" else f"route {self.route!r}"
             yield f"chunks {self.chunks} with {what}: {why}; nearest: 1"
+        chunks, back = self.chunks, self.chunks_back
+        if not isinstance(back, str) and not isinstance(chunks, str) and max(chunks, back) % min(chunks, back):
+            near = min((n for n in range(1, MOST_CHUNKS + 1) if max(n, chunks) % min(n, chunks) == 0),
+                       key=lambda n: abs(n - back))  # fmt: skip
+            yield f"chunks_back {back} with chunks {chunks}: one must divide the other; nearest: {near}"
+        if not isinstance(back, str) and chunks == AUTO:
+            yield f"chunks_back {back} with chunks {AUTO!r}: both are found, or neither; nearest: {AUTO!r}"
+        if back not in (1, SAME, AUTO) and (self.move == "experts" or self.route == "once"):
+            yield f"chunks_back {back} with move {self.move!r}, route {self.route!r}: rows go in one; nearest: {SAME!r}"
         still = dict.fromkeys(("dispatch", "combine"), "rows") if self.move == "experts" else {"weights": "weights"}
         if self.move == AUTO or (self.moves_slices and self.slices > 1):
             still = {}
@@ -135,7 +149,8 @@ class ExpertParallel:
 
     def check_stated(self) -> None:
         """Raise ConfigError where something is still to be chosen."""
-        for name, near in (("parallel", 1), ("move", "tokens"), ("route", "linear"), ("chunks", 1), ("release", "now")):
+        plain = (("parallel", 1), ("move", "tokens"), ("route", "linear"), ("chunks", 1), ("chunks_back", SAME))
+        for name, near in (*plain, ("release", "now")):
             if getattr(self, name) == AUTO:
                 raise ConfigError(f"{name} {AUTO!r}: thinwire train chooses it, a library states it; nearest: {near!r}")
 
@@ -144,6 +159,16 @@ class ExpertParallel:
         """Parts of a layer's rows; to be asked where they are stated."""
         assert not isinstance(self.chunks, str)
         return self.chunks
+
+    @property
+    def num_back(self) -> int:
+        """The same in backward."""
+        return self.num_chunks if isinstance(self.chunks_back, str) else self.chunks_back
+
+    @property
+    def in_backward(self) -> ExpertParallel:
+        """The options with the parts of the backward."""
+        return replace(self, chunks=self.num_back, chunks_back=SAME)
 
     def codec(self, name: str) -> Codec | None:
         """The codec of one of CODED; None: rows travel as they are."""

@@ -65,10 +65,12 @@ def sent(
 ) -> dict[Pair, int]:  # fmt: skip
     """Bytes from rank to rank, in forward and, in training, backward; see `legs`."""
     found: dict[Pair, int] = defaultdict(int)
-    for ways in legs(placement, rows, options, part_numel, local_size):
-        for hop in chain.from_iterable(ways[: 4 if in_training else 2]):
-            for pair, num_bytes in hop.items():
-                found[pair] += num_bytes
+    forward, backward = (legs(placement, rows, way, part_numel, local_size) for way in (options, options.in_backward))
+    hops = [hop for ways in forward for hop in chain.from_iterable(ways[:2])]
+    hops += [hop for ways in backward for hop in chain.from_iterable(ways[2:])] if in_training else []
+    for hop in hops:
+        for pair, num_bytes in hop.items():
+            found[pair] += num_bytes
     return {pair: num_bytes for pair, num_bytes in found.items() if pair[0] != pair[1]}
 
 
@@ -76,6 +78,8 @@ def legs(
     placement: ExpertPlacement, rows: Rows, options: ExpertParallel, part_numel: int, local_size: int = 1
 ) -> list[Ways]:
     """Bytes from rank to rank, by chunk, way and hop. The ways: to the experts, home, and of the gradients of both.
+
+    Each in `options.chunks` chunks.
 
     With n_pe rows of rank p for expert e, p sends sum_e n_pe rows to each of the s ranks that hold parts of e, except
     to itself, and receives as many. Backward sends the same rows of gradients. Before the rows of the first chunk, 2 +
@@ -187,6 +191,14 @@ def packets(
     return ways
 
 
+def chunks_text(options: ExpertParallel, before: str = "") -> str:
+    """The numbers of chunks behind a word; empty if there is one."""
+    if max(options.num_chunks, options.num_back) == 1:
+        return ""
+    back = f", {options.num_back} in backward" if options.num_back != options.num_chunks else ""
+    return f"{before}{options.num_chunks} chunks{back}"
+
+
 def facts(
     options: ExpertParallel, placement: ExpertPlacement, rows: Rows, layers: int, micro_batches: int, expert_numel: int,
     local_size: int,
@@ -208,6 +220,6 @@ def facts(
         (
             f"experts move {options.move}", f"{max(by_rank.values(), default=0) / 1e6:.3f} MB sent a rank and step",
             f"by a router that is even; {', '.join(f'{name} {getattr(options, name)}' for name in CODED)}"
-            + (f"; in {options.chunks} chunks" if options.num_chunks > 1 else ""),
+            + chunks_text(options, "; in "),
         ),
     ]  # fmt: skip

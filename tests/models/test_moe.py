@@ -30,6 +30,7 @@ from thinwire.models.capacity import RowCounts, capacity, check_capacity, needed
 from thinwire.models.moe import (
     MIXTURES,
     Experts,
+    MoE,
     Order,
     Router,
     check_axes,
@@ -314,7 +315,6 @@ def test_ranks_with_halves_of_a_batch_have_the_gradients_of_the_whole() -> None:
     ("changes", "message"),
     [
         ({"num_experts_per_tok": 5}, "nearest is 4"),
-        ({"router": "expert-choice"}, "tokens that come later"),
         ({"router": "cosin"}, "did you mean 'cosine'"),
         ({"balance": "importance-load"}, "nearest: gshard"),
         ({"router_aux_loss_coef": -1.0}, "nearest is 0"),
@@ -325,6 +325,49 @@ def test_ranks_with_halves_of_a_batch_have_the_gradients_of_the_whole() -> None:
 def test_wrong_options_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SMALL, **changes)
+
+
+def layer_of(**changes: Any) -> MoE:
+    layer = MoE(replace(SMALL, **changes)).double()
+    layer.init_weights(torch.Generator().manual_seed(0))
+    for param in layer.parameters():
+        param.data.mul_(20)
+    return layer
+
+
+def test_experts_choose_equally_many_tokens_each() -> None:
+    layer, x = layer_of(router="expert-choice"), torch.randn(2, 10, 16, dtype=torch.float64)
+    scores = nn.functional.linear(x.flatten(0, 1), layer.gate.weight).softmax(-1)
+    expected = torch.zeros(20, 16, dtype=torch.float64)
+    for expert in range(4):
+        # Of 20 tokens with 2 experts each, an even share.
+        for token in scores[:, expert].topk(10).indices.tolist():
+            row, chosen = x.flatten(0, 1)[token, None], torch.tensor([[expert]])
+            expected[token] += layer.experts(row, chosen, scores[token, expert].view(1, 1))[0]
+    found = layer(x)
+    torch.testing.assert_close(found.flatten(0, 1), expected, rtol=0, atol=1e-12)
+    assert layer.sums is not None and layer.sums[3].tolist() == [10] * 4
+    found.square().sum().backward()
+    assert all(param.grad is not None and bool(param.grad.any()) for param in layer.parameters())
+
+
+def test_slots_are_mixtures_of_one_sequence() -> None:
+    layer, x = layer_of(router="softmoe", slots=3), torch.randn(2, 5, 16, dtype=torch.float64)
+    for sequence, found in zip(x, layer(x), strict=True):
+        logits = sequence @ layer.gate.weight.t()
+        slots = torch.einsum("ts,th->sh", logits.softmax(0), sequence)
+        made = layer.experts(slots, torch.arange(12)[:, None] // 3, torch.ones(12, 1, dtype=torch.float64))
+        torch.testing.assert_close(found, logits.softmax(1) @ made, rtol=0, atol=1e-12)
+    layer(x).square().sum().backward()
+    assert all(param.grad is not None and bool(param.grad.any()) for param in layer.parameters())
+
+
+@pytest.mark.parametrize("router", ["expert-choice", "softmoe"])
+def test_a_causal_model_refuses_routers_that_look_ahead(router: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"tokens that come later, .* nearest: linear, or a layer thinwire.models.moe"
+    ):
+        small(router=router)
 
 
 def test_axes_that_would_lose_the_balance_loss_are_refused() -> None:

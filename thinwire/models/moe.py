@@ -16,13 +16,12 @@ from thinwire.models.balance import gshard_loss, importance_load_loss, summed_ov
 from thinwire.models.capacity import RowCounts, capacity, check_capacity
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Linear, Llama, LlamaConfig, next_token_loss, with_gradient_of
+from thinwire.models.lookahead import EXPERT_CHOICE, NOT_CAUSAL, SOFT, SoftSlots, expert_choice
 from thinwire.models.noise import TokenNoise
 from thinwire.models.row_hooks import RowHooks
 from thinwire.table import Row
 
 ROUTERS = ("linear", "noisy", "cosine", "sigmoid")
-# Their choice for a token depends on tokens after it.
-NOT_CAUSAL = ("expert-choice", "softmoe")
 BALANCES = ("gshard", "importance-load")
 # Of the cosine router: the temperature starts at 2, and is at most 100.
 FIRST_LOG_TEMPERATURE, MOST_LOG_TEMPERATURE = math.log(2), math.log(100)
@@ -45,11 +44,13 @@ class MoEConfig(LlamaConfig):
     """Weight of the loss that balances the experts, in training; 0: no such loss."""
     router: str = "linear"
     """How tokens choose experts: linear, noisy (normal noise on the logits in training), cosine (of a low-rank
-    projection), or sigmoid."""
+    projection), or sigmoid. A layer of a model that is not causal may have expert-choice or softmoe."""
     router_noise: float = 1.0
     """Of the noisy router: the noise's standard deviation is this over num_local_experts; above 0."""
     router_rank: int = 32
     """Of the cosine router: width that tokens are projected to."""
+    slots: int = 1
+    """Of softmoe: slots of an expert in a sequence, each a mixture of its tokens."""
     balance: str = "gshard"
     """The loss that balances: gshard, or importance-load, which needs the noisy router."""
     norm_topk_prob: bool = True
@@ -65,7 +66,7 @@ class MoEConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_local_experts", "num_experts_per_tok", "router_noise", "router_rank"):
+        for name in ("num_local_experts", "num_experts_per_tok", "router_noise", "router_rank", "slots"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be above zero")
         if self.num_experts_per_tok > self.num_local_experts:
@@ -77,11 +78,7 @@ class MoEConfig(LlamaConfig):
             raise ConfigError(f"capacity_factor={self.capacity_factor}: must be a finite number; nearest is 0.0")
         if self.router_aux_loss_coef < 0:
             raise ConfigError(f"router_aux_loss_coef={self.router_aux_loss_coef}: must be at least 0; nearest is 0")
-        if self.router in NOT_CAUSAL:
-            raise ConfigError(
-                f"router={self.router!r} chooses by tokens that come later, which a causal model can't; nearest: linear"
-            )
-        for name, known in (("router", ROUTERS), ("balance", BALANCES)):
+        for name, known in (("router", ROUTERS + NOT_CAUSAL), ("balance", BALANCES)):
             if getattr(self, name) not in known:
                 hint = nearest(getattr(self, name), known) or f"; one of {', '.join(known)}"
                 raise ConfigError(f"{name}={getattr(self, name)!r}: no such choice{hint}")
@@ -325,6 +322,8 @@ class Router(nn.Module):
             drawn = torch.randn_like(clean) if self.noise is None else self.noise.to(clean.dtype)
             logits = clean + deviation * drawn
         scores = logits.sigmoid() if config.router == "sigmoid" else logits.softmax(-1)
+        if config.router == EXPERT_CHOICE:
+            return self._chosen_by_experts(scores)
         weights, index = scores.topk(top_k, dim=-1)
         best = weights[:, 0].detach()
         first = F.one_hot(index[:, 0], config.num_local_experts).to(scores.dtype)
@@ -338,6 +337,15 @@ class Router(nn.Module):
         asked = torch.bincount(index.flatten(), minlength=config.num_local_experts).to(scores.dtype)
         return Choice(index, weights, torch.stack([scores.sum(0), first.sum(0), load.sum(0), asked]), best)
 
+    def _chosen_by_experts(self, scores: Tensor) -> Choice:
+        """Choices of experts, so many tokens each as an even router would give them, times the capacity factor."""
+        config, num_experts = self.config, self.config.num_local_experts
+        sizes = len(scores), num_experts, config.num_experts_per_tok
+        index = expert_choice(scores, max(1, capacity(abs(config.capacity_factor) or 1.0, *sizes, most=len(scores))))
+        asked = torch.bincount(index.flatten(), minlength=num_experts + 1)[:num_experts].to(scores.dtype)
+        none = torch.zeros_like(asked)
+        return Choice(index, scores, torch.stack([scores.sum(0), none, none, asked]), scores.detach().amax(-1))
+
     def _logits(self, x: Tensor) -> Tensor:
         if self.proj is None or self.log_temperature is None:
             return F.linear(x, self.weight.to(x.dtype))
@@ -347,24 +355,37 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router and its experts.
+    """A router and its experts: a layer of MoELlama, or of a model of your own.
 
-    sums: of the last forward in training, for the balance loss, see Choice. capacity_factor: for the next forward.
+    In a model of your own, call `init_weights` once. sums: of the last forward in training, for the balance loss, see
+    Choice. capacity_factor: for the next forward.
     """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config, self.capacity_factor = config, config.capacity_factor
-        self.gate, self.experts = Router(config), Experts(config)
+        soft = SoftSlots(config.num_local_experts, config.slots, config.hidden_size) if config.router == SOFT else None
+        self.gate, self.experts = soft or Router(config), Experts(config)
         self.sums: Tensor | None = None
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """All matrices from N(0, 0.02^2)."""
+        for name, param in self.named_parameters():
+            if name.endswith("log_temperature"):
+                param.fill_(FIRST_LOG_TEMPERATURE)
+            else:
+                param.normal_(std=0.02, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `x` [batch, seq, hidden] to the same shape."""
+        if isinstance(self.gate, SoftSlots):
+            return self.gate.mixed(x, self.experts)
         flat, config = x.flatten(0, -2), self.config
         choice = self.gate(flat)
         self.sums = choice.sums if self.training else None
         index = choice.index
-        if self.capacity_factor and len(flat):
+        if self.capacity_factor and len(flat) and config.router != EXPERT_CHOICE:
             sizes = len(flat), config.num_local_experts, config.num_experts_per_tok
             limit = capacity(self.capacity_factor, *sizes, most=len(flat))
             priority = choice.best if config.batch_priority else None
@@ -393,6 +414,11 @@ class MoELlama(Llama):
     config: MoEConfig
 
     def __init__(self, config: MoEConfig, seed: int = 0) -> None:
+        if config.router in NOT_CAUSAL:
+            raise ConfigError(
+                f"router={config.router!r} chooses by tokens that come later, which a causal model can't; nearest: "
+                "linear, or a layer thinwire.models.moe.MoE in a model that is not causal"
+            )
         super().__init__(config, seed)
         self.gather: Callable[[Tensor], Tensor] | None = None
         self.text_weight = 1.0
@@ -472,7 +498,16 @@ def mixtral_config(config: MoEConfig) -> dict[str, Any]:
             raise ConfigError(
                 f"{name}={getattr(config, name)!r}: transformers' Mixtral has only {getattr(plain, name)!r}"
             )
-    own = {"router", "router_noise", "router_rank", "balance", "norm_topk_prob", "weigh_inputs", "capacity_factor"}
+    own = {
+        "router",
+        "router_noise",
+        "router_rank",
+        "slots",
+        "balance",
+        "norm_topk_prob",
+        "weigh_inputs",
+        "capacity_factor",
+    }
     return {name: value for name, value in asdict(config).items() if name not in own | {"batch_priority"}}
 
 

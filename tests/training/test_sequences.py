@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.training.commands import check_refused, train_ranks
+from thinwire.planner.command import run_explain
 
 STEPS, SAVED = 6, 3
 # Five held-out sequences: the replicas have unequal numbers of batches.
@@ -54,6 +55,20 @@ def test_sequences_train_as_one_process_and_move_to_others(runs: dict[str, dict[
     assert re.search(chosen, runs["four"]["printed"]) and "measured for it: inter " in runs["four"]["printed"]
     assert "measured for it" not in runs["ring"]["printed"] and "sequence method ring" in runs["ring"]["printed"]
     assert "no effect" not in runs["one"]["printed"].split("network interface")[0]
+
+
+def test_a_run_and_explain_state_the_same_bytes_of_a_step(
+    runs: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Of sequences of 22 tokens that are padded to 24, four micro-batches of two.
+    flags = (
+        "--model tiny --llama.num-hidden-layers 2 --nodes 2 --local-size 1 --seq-len 22 --micro-batch 2 --dtype fp32"
+    )
+    more = "--micro-batches 4 --strategy zero --sequence.parallel 2 --sequence.method ring"
+    assert run_explain([*flags.split(), *more.split()]) == 0
+    (told,) = re.findall(r"sequence of 2 ranks: ([\d.]+) MB sent a rank and step", capsys.readouterr().out)
+    (of_run,) = re.findall(r"send each other, a step: ([\d.]+) MB a rank", runs["ring"]["printed"])
+    assert told == of_run and float(told) > 0
 
 
 def test_rounded_sequences_resume_bit_for_bit(runs: dict[str, dict[str, Any]]) -> None:

@@ -131,8 +131,8 @@ def parallelize(
     if given.residency is not None:
         options |= {"residency": given.residency, "initial": initial}
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
-    if experts is not None and isinstance(experts.options.release, int) and isinstance(parallel, ShardedOptimizer):
-        experts.hold(parallel, experts.options.release)
+    if experts is not None and isinstance(parallel, ShardedOptimizer):
+        experts.follow(parallel)
     rows += share_sums(model, parallel.comm)
     if overlap and not parallel.overlaps:
         rows.append(("overlap", "no effect", "weights are whole when a step ends"))

@@ -165,7 +165,8 @@ def side_by_side(strategy: Method, whole: nn.Module, config: ExplainConfig, link
     for ranks, move in product(range(1, world.world_size + 1), moves_of(stated.get("slices", 1))):
         if (ranks == 1 and move != "tokens") or (move == "slices" and stated.get("slices", 1) == 1):
             continue
-        idle = ("dispatch", "combine", "release") if move == "experts" else ("weights",) if move == "tokens" else ()
+        idle: tuple[str, ...] = ("dispatch", "combine", "release") if move == "experts" else ()
+        idle = ("weights", "once_a_step") if move == "tokens" else idle
         table = {name: value for name, value in stated.items() if name not in (*idle, "slices" if ranks == 1 else "")}
         table |= {"parallel": ranks, "move": move, "route": AUTO, "chunks": AUTO}
         with suppress(ConfigError):
@@ -191,7 +192,7 @@ def rows_of(sizes: MixtureSizes, placement: ExpertPlacement, config: ExplainConf
     num_tokens, dtype = tokens_of(config, shape), torch.bfloat16 if config.dtype == "bf16" else torch.float32
     limit = check_capacity(sizes.capacity_factor, num_tokens, sizes.experts, sizes.top_k)
     nodes = placement.ranks // local_size(config, shape)
-    return Rows.even(placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit)
+    return Rows.even(placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit, config.passes)
 
 
 def tokens_of(config: ExplainConfig, shape: MeshShape) -> int:
@@ -225,21 +226,32 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
     Raises ConfigError for a strategy, model or ranks that don't support it.
     """
     check_data_method(strategy)
-    sizes, _ = placed(whole, config, shape)
+    sizes, placement = placed(whole, config, shape)
+    options = options_of(config, shape, sizes.width)
     grid = Topology(config.nodes, config.local_size)
     holders = neighbours(0, shape.expert, shape.sequence)
     rest, experts, replicas = apart_of(whole, config, shape)
     first, second = (strategy.plan(each, on, config.passes) for each, on in ((rest, grid), (experts, replicas)))
-    of_layer = rows_sent(whole, config, shape, options_of(config, shape, sizes.width))
+    of_layer = rows_sent(whole, config, shape, options)
     passes = sizes.layers * config.passes
     messages = {
         (OPERATION, level): num_bytes * passes for level, num_bytes in levels_of(of_layer, grid, holders).items()
     }
+    # Whole weights, and the sums of their gradients.
+    kept = 2 * 4 * sizes.layers * kept_numel(options, placement, sizes.expert_numel)
     return replace(
-        first, weights=first.weights + second.weights, gradients=first.gradients + second.gradients,
+        first, weights=first.weights + second.weights + kept, gradients=first.gradients + second.gradients,
         optimizer=first.optimizer + second.optimizer, passing=first.passing + second.passing,
         sent=added(added(first.sent, second.sent), messages), other=added(first.other, second.other),
     )  # fmt: skip
+
+
+def kept_numel(options: ExpertParallel, placement: ExpertPlacement, expert_numel: int) -> int:
+    """Elements of one layer's weights that a rank has gathered from others, and keeps through a step."""
+    if not options.once_a_step:
+        return 0
+    ranks = placement.ranks if options.move == "experts" else options.gathered
+    return placement.experts * expert_numel // placement.ranks * ranks
 
 
 def rows_sent(

@@ -265,11 +265,12 @@ class Trainer:
         assert sizes is not None
         tokens = self.batch.micro_batch * self.config.seq_len // self.config.mesh_shape.sequence
         dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
-        rows = Rows.even(placement, tokens, sizes.top_k, sizes.width, dtype, placement.ranks // local)
+        nodes, passes = placement.ranks // local, self.batch.accumulation
+        rows = Rows.even(placement, tokens, sizes.top_k, sizes.width, dtype, nodes, passes=passes)
         part_numel = sizes.experts * sizes.expert_numel // placement.ranks
         of_layer = sent(placement, rows, experts.options, part_numel, local)
         own = sum(num_bytes for (rank, _), num_bytes in of_layer.items() if rank == experts.comm.rank)
-        of_step = own * sizes.layers * self.batch.accumulation
+        of_step = own * sizes.layers * passes
         why = f"in {sizes.layers} layers, with an even router; each step counts what it was"
         return "rows to experts and back, a step, besides", f"about {of_step / 1e6:.3f} MB a rank", why
 

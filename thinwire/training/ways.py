@@ -114,7 +114,7 @@ class WaysInUse:
         limit = check_capacity(now.capacity_factor if now else 0.0, num_tokens, sizes.experts, sizes.top_k)
         dtype = torch.bfloat16 if self.engine.dtype == "bf16" else torch.float32
         nodes = placement.ranks // grid.local_size
-        rows = Rows.even(placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit)
+        rows = Rows.even(placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit, batch.accumulation)
         if load.counts is None:
             return rows
         found = load.counts[self.experts.members].mean(1) / batch.accumulation

@@ -22,15 +22,18 @@ CONFIG = MoEConfig(
 ROOM = 3000
 
 
-def trained(rank: int, release: Any, move: Any = "tokens") -> tuple[list[tuple[str, int]], list[Tensor], int]:
+def trained(
+    rank: int, release: Any, move: Any = "tokens", once: bool = False
+) -> tuple[list[tuple[str, int]], list[Tensor], int, int]:
     """What happened in the second step: messages that were ready, that left, and layers' pauses; the weights; bytes."""
     events: list[tuple[str, int]] = []
     model = MoELlama(CONFIG, 0)
-    ep = thinwire.expert_parallel(model, ExpertParallel(2, move=move, release=release), local_size=2)
+    ep = thinwire.expert_parallel(model, ExpertParallel(2, move=move, release=release, once_a_step=once), local_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     module, sharded = thinwire.zero(
         model, optimizer, thinwire.Zero(), group_for=ep.group_for, bucket_numel=256, local_size=2, announce=False
     )
+    ep.follow(sharded)
     if release != "now":
         ep.hold(sharded, release)
         pace, gradients = sharded._gradients.pace, sharded._gradients
@@ -68,21 +71,28 @@ def trained(rank: int, release: Any, move: Any = "tokens") -> tuple[list[tuple[s
     sharded.synchronize()
     sent = sharded.meter.snapshot().sent_by("gradients")
     weights = [param.detach().clone() for param in model.parameters()]
+    moved = ep.comm.meter.snapshot()
     ep.close()
     sharded.close()
-    return events, weights, sent
+    return events, weights, sent, moved.sent_by("expert_weights") + moved.sent_by("expert_weight_gradients")
 
 
 def variants(rank: int, world_size: int) -> Any:
-    return [trained(rank, *each) for each in (("now",), (0,), (ROOM,), (1 << 30,), ("now", "experts"))]
+    return [
+        trained(rank, *each)
+        for each in (("now",), (0,), (ROOM,), (1 << 30,), ("now", "experts"), ("now", "experts", True))
+    ]
 
 
 def test_gradients_leave_between_rows_and_the_sums_are_the_same() -> None:
-    for now, nothing, some, all_, moved in run_workers(variants, 4, local_size=2):
+    for now, nothing, some, all_, moved, once in run_workers(variants, 4, local_size=2):
         for other in (nothing, some, all_):
             assert all(map(torch.equal, now[1], other[1])) and other[2] == now[2] > 0
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(now[1], moved[1], strict=True))
-        for events, _, _ in (nothing, some, all_):
+        # Weights that are gathered once a step, not in each of its two micro-batches, are half as many bytes.
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(moved[1], once[1], strict=True))
+        assert moved[3] == 2 * once[3] > 0 == now[3]
+        for events, *_ in (nothing, some, all_):
             left = [at for at, (what, _) in enumerate(events) if what == "left"]
             ready = [at for at, (what, _) in enumerate(events) if what == "ready"]
             # Each once, and in the order in which they were ready: none before.

@@ -91,6 +91,7 @@ def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> N
         ({"move": "experts", "chunks_back": 2}, "rows go in one; nearest: 'same'"),
         ({"chunks": 2, "move": "experts"}, "chunks 2 with move 'experts': no rows travel; nearest: 1"),
         ({"chunks": 2, "route": "once"}, "chunks 2 with route 'once'"),
+        ({"once_a_step": True}, "once_a_step with move 'tokens': no weights travel; nearest: False"),
         ({"weights": "bf16"}, "weights 'bf16' with move 'tokens': no weights travel; nearest: 'fp32'"),
         ({"weights": "bf16", "move": "slices"}, "with move 'slices' of 1 slice: no weights travel"),
         (

@@ -23,7 +23,7 @@ from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.hosts.experts.once import Once, work_on
 from thinwire.hosts.experts.stopwatch import Stopwatch
 from thinwire.hosts.experts.trip import ExpertWire
-from thinwire.hosts.experts.weights import Gather
+from thinwire.hosts.experts.weights import Gather, Gathered
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
@@ -72,6 +72,8 @@ class ExpertRanks:
         self.options = options
         self.wire, self.once = self._wires_of(options)
         self._held: tuple[ShardedOptimizer, float | None] | None = None
+        self._followed: ShardedOptimizer | None = None
+        self._kept: dict[tuple[nn.Module, str], Gathered] = {}
 
     @property
     def members(self) -> list[int]:
@@ -132,12 +134,14 @@ class ExpertRanks:
         """The experts' outputs for this rank's rows, which are sorted by expert; see `Experts.work`. A collective."""
         placement, comm, move = self.placement, self.comm, self.options.move
         weights: Sequence[Tensor] = experts.weights
+        kept = self._kept_of(experts) if torch.is_grad_enabled() else None
         if move == "experts":
-            return experts.product(rows, counts, Gather.apply(self.wire, range(comm.world_size), placement, *weights))
+            every = range(comm.world_size)
+            return experts.product(rows, counts, Gather.apply(self.wire, every, placement, kept, *weights))
         if (gathered := self.options.gathered) > 1:
             first = comm.rank - comm.rank % gathered
             group = range(first, first + gathered)
-            weights = Gather.apply(self.wire, group, placement.inside(gathered), *weights)
+            weights = Gather.apply(self.wire, group, placement.inside(gathered), kept, *weights)
         return work_on(self.wire, experts, rows, counts, tuple(weights))
 
     @contextmanager
@@ -165,6 +169,20 @@ class ExpertRanks:
             for param, part in held:
                 part.copy_(self.placement.part(param.data, self.comm.rank))
                 param.data = part
+
+    def follow(self, optimizer: ShardedOptimizer) -> None:
+        """Let options that depend on a step have their effect: `once_a_step`, and a number of bytes as `release`."""
+        self._followed = optimizer
+        if isinstance(self.options.release, int):
+            self.hold(optimizer, self.options.release)
+
+    def _kept_of(self, experts: Experts | FusedExperts) -> Gathered | None:
+        """What a layer keeps through a step; None: each forward gathers anew."""
+        if not self.options.once_a_step or self._followed is None:
+            return None
+        followed = self._followed
+        made = Gathered(lambda: followed.steps, lambda: followed.accumulates)
+        return self._kept.setdefault((module_of(experts), self.options.move), made)
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole tensors on all ranks, from every rank's part of the experts' tensors. A collective."""
@@ -241,16 +259,17 @@ class ExpertRanks:
         is_straight = not self.wire.hops and self.once is None
         route = "linear" if is_straight else asked.route
         kind, _, repeats = asked.move.partition("=")
+        often = "gathered once a step" if asked.once_a_step else "gathered in each micro-batch"
         to = f"{repeats} ranks of each expert" if repeats else "experts"
         moved = {
             "tokens": (f"tokens to experts, route {route}", codecs),
             "slices": (
                 f"slices to each other, tokens to {to}, route {route}",
-                f"weights {asked.weights}, {codecs}",
+                f"{often}; weights {asked.weights}, {codecs}",
             ),
             "experts": (
                 "experts to tokens",
-                f"in each micro-batch; no rows travel; weights {asked.weights}, gradients {asked.gradients}",
+                f"{often}; no rows travel; weights {asked.weights}, gradients {asked.gradients}",
             ),
         }
         straight = [(f"experts route {asked.route}", "linear", "one node, or one rank a node")]

@@ -112,6 +112,11 @@ class Gradients:
                     slot.param.grad_dtype = torch.float32
                 slot.param.register_post_accumulate_grad_hook(partial(self._mark_ready, unit, slot))
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether a backward only accumulates now."""
+        return self._accumulating
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; the first one outside sends the sum."""

@@ -237,6 +237,11 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         """
         return self._gradients.no_sync()
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether a backward now is inside of `no_sync`, so that others follow in the step."""
+        return self._gradients.accumulates
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to a global 2-norm of at most `max_norm`; returns the norm before (fp64 scalar).

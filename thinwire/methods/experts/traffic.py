@@ -30,6 +30,7 @@ class Rows:
         entering: [ranks][nodes], tokens of a rank with any expert in a node; for rows that enter a node once.
         top_k: experts of a token; for rows that enter a node once.
         dtype: of the rows. of_weights: dtype of the weights of a token's experts. of_experts: of experts that move.
+        passes: micro-batches of a step, over which what is gathered once a step is counted.
     """
 
     counts: Sequence[Sequence[int]]
@@ -39,11 +40,12 @@ class Rows:
     top_k: int = 1
     of_weights: torch.dtype = torch.float32
     of_experts: torch.dtype = torch.float32
+    passes: int = 1
 
     @classmethod
     def even(
         cls, placement: ExpertPlacement, num_tokens: int, top_k: int, width: int, dtype: torch.dtype,
-        num_nodes: int = 1, limit: int = 0,
+        num_nodes: int = 1, limit: int = 0, passes: int = 1,
     ) -> Rows:  # fmt: skip
         """The rows of a router that sends equally many rows to each expert.
 
@@ -56,7 +58,7 @@ class Rows:
         elsewhere = math.comb(num_experts - num_experts // num_nodes, top_k) / math.comb(num_experts, top_k)
         enter = math.ceil(num_tokens * (1 - elsewhere))
         ranks = placement.ranks
-        return cls([[each] * num_experts] * ranks, width, dtype, [[enter] * num_nodes] * ranks, top_k)
+        return cls([[each] * num_experts] * ranks, width, dtype, [[enter] * num_nodes] * ranks, top_k, passes=passes)
 
 
 def sent(
@@ -98,7 +100,8 @@ def legs(
         if source != home and (gathers or options.move == "experts"):
             size = part_numel // rows.width, rows.width, rows.of_experts
             moved[source, home], returned[source, home] = (
-                rows_bytes(*size, options.codec(kind)) for kind in ("weights", "gradients")
+                rows_bytes(*size, options.codec(kind)) // (rows.passes if options.once_a_step else 1)
+                for kind in ("weights", "gradients")
             )
     if options.move == "experts":
         return [[[moved], [], [], [returned]]]

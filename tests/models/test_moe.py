@@ -138,16 +138,18 @@ def test_the_capacity_may_change_from_step_to_step() -> None:
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_limit_keeps_the_tokens_of_the_highest_scores(top_k: int) -> None:
     """Weights that sum to 1 say nothing about scores."""
-    model = small(num_experts_per_tok=top_k, batch_priority=True, capacity_factor=0.5)
+    model, draws = small(num_experts_per_tok=top_k, batch_priority=True, capacity_factor=0.5), torch.Generator()
     layer: Any = model.model.layers[0].mlp
-    nn.init.normal_(layer.gate.weight)
-    x, seen = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0)), list[Tensor]()
+    nn.init.normal_(layer.gate.weight, std=0.3, generator=draws.manual_seed(1))
+    x, seen = torch.randn(1, 64, 16, generator=draws), list[Tensor]()
     layer.experts.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
     layer(x)
-    scores = nn.functional.linear(x[0], layer.gate.weight).softmax(-1)
-    index, limit = scores.topk(top_k, -1).indices, capacity(0.5, 16, 4, top_k, 16)
-    expected = drop(index, 4, limit, scores.amax(-1))
-    assert torch.equal(seen[0], expected) and not torch.equal(expected, drop(index, 4, limit))
+    weights, index = nn.functional.linear(x[0], layer.gate.weight).softmax(-1).topk(top_k, -1)
+    limit = capacity(0.5, 64, 4, top_k, 64)
+    expected = drop(index, 4, limit, weights[:, 0])
+    assert torch.equal(seen[0], expected)
+    normalized = weights / weights.sum(-1, keepdim=True)
+    assert not torch.equal(expected, drop(index, 4, limit, normalized.amax(-1)))
 
 
 def test_an_only_expert_has_its_score_so_that_the_text_trains_the_router() -> None:

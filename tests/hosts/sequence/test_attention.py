@@ -184,7 +184,9 @@ def test_codecs_send_less_and_stay_close(shared: list[dict[str, Any]]) -> None:
             assert once < spent < 2 * once
 
 
-def test_blocks_by_plain_products_are_those_of_the_kernel() -> None:
+@pytest.mark.parametrize("tile", [1024, 7])
+def test_blocks_by_plain_products_are_those_of_the_kernel(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "TILE", tile)
     q, k, v, grad = inputs(4, 2)
     for is_causal in (False, True):
         out, sums = blocks.forward(q, k, v, is_causal, 0.3)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from thinwire import _compat
+
+# Queries whose weights are in memory together, where no kernel keeps them out of it.
+TILE = 1024
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -36,29 +40,43 @@ def backward(
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`forward` by products of whole matrices, on any device."""
-    scores = scores_of(q, k, is_causal, scale)
-    sums = scores.logsumexp(-1)
-    weights = (scores - sums[..., None]).exp()
-    return (weights @ repeated(v, q).to(weights.dtype)).to(q.dtype), sums
+    """`forward` by products, on any device. The weights of TILE queries are in memory at a time."""
+    outs, sums = [], []
+    for tile, seen in tiles(q, is_causal):
+        scores = scores_of(q[:, :, tile], k[:, :, :seen], is_causal, scale)
+        sums.append(scores.logsumexp(-1))
+        weights = (scores - sums[-1][..., None]).exp()
+        outs.append((weights @ repeated(v[:, :, :seen], q).to(weights.dtype)).to(q.dtype))
+    return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
 def plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward` by products of whole matrices, on any device, in fp32 or fp64."""
-    weights = (scores_of(q, k, is_causal, scale) - sums[..., None]).exp()
-    ups = grad.to(weights.dtype)
-    inner = ups @ repeated(v, q).to(weights.dtype).transpose(-1, -2)
-    down = weights * (inner - (ups * out).sum(-1, keepdim=True)) * scale
-    heads = k.shape[1]
-    grad_k = down.transpose(-1, -2) @ q.to(weights.dtype)
-    grad_v = weights.transpose(-1, -2) @ ups
-    return down @ repeated(k, q).to(weights.dtype), summed(grad_k, heads), summed(grad_v, heads)
+    """`backward` by products, on any device, in fp32 or fp64; tile by tile as `plain_forward`."""
+    heads, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    grads_q, grad_k, grad_v = [], *(x.new_zeros(x.shape, dtype=wide) for x in (k, v))
+    for tile, seen in tiles(q, is_causal):
+        keys, own = k[:, :, :seen], q[:, :, tile].to(wide)
+        weights = (scores_of(own, keys, is_causal, scale) - sums[:, :, tile, None]).exp()
+        ups = grad[:, :, tile].to(wide)
+        inner = ups @ repeated(v[:, :, :seen], q).to(wide).transpose(-1, -2)
+        down = weights * (inner - (ups * out[:, :, tile]).sum(-1, keepdim=True)) * scale
+        grads_q.append(down @ repeated(keys, q).to(wide))
+        grad_k[:, :, :seen] += summed(down.transpose(-1, -2) @ own, heads)
+        grad_v[:, :, :seen] += summed(weights.transpose(-1, -2) @ ups, heads)
+    return torch.cat(grads_q, 2), grad_k, grad_v
+
+
+def tiles(q: Tensor, is_causal: bool) -> Iterator[tuple[slice, int | None]]:
+    """Consecutive queries, and how many keys the last of them sees; None: all."""
+    for start in range(0, max(q.shape[2], 1), TILE):
+        stop = min(start + TILE, q.shape[2])
+        yield slice(start, stop), stop if is_causal else None
 
 
 def scores_of(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """scale q k^T in fp32 or fp64, -inf where the mask hides a key.
+    """scale q k^T in fp32 or fp64, -inf where the mask hides a key: the last query sees the last key.
 
     Shape:
         q: [batch, heads, queries, d]. k: [batch, kv_heads, keys, d]. Returns [batch, heads, queries, keys].
@@ -66,7 +84,8 @@ def scores_of(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ repeated(k, q).to(wide).transpose(-1, -2) * scale
     if is_causal:
-        scores = scores + torch.full(scores.shape[-2:], -math.inf, dtype=wide, device=q.device).triu(1)
+        hidden = torch.full(scores.shape[-2:], -math.inf, dtype=wide, device=q.device)
+        scores = scores + hidden.triu(1 + scores.shape[-1] - scores.shape[-2])
     return scores
 
 

@@ -153,7 +153,9 @@ def main(given: Sequence[str] | None = None) -> list[str]:
     if starts:
         dist.init_process_group("gloo")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0")) if args.device == "cuda" else None)
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     comm, lines = Communicator(local_size=local_size), list[str]()
     for part in (layer(args, device), chunks(args, device, local_size), attention(args, device, comm)):
         for line in part:

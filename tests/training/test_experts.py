@@ -134,6 +134,11 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
             "--workers 4 --experts.parallel 4 --sequence.parallel 2",
             "must divide the 2 ranks that --sequence.parallel 2 leaves; nearest: --experts.parallel 2",
         ),
+        ("--workers 4 --strategy diloco --local-size 2 --experts.parallel 2", "ddp in diloco can't train experts"),
+        (
+            "--workers 4 --strategy diloco --inner zero --local-size 2 --experts.parallel auto",
+            "--experts.* auto beside islands: not supported; nearest: state them",
+        ),
         ("--workers 4 --experts.parallel auto --mesh data=4", "finds the expert axis: leave --mesh out"),
         ("--workers 4 --experts.parallel automatic", "must be a whole number or auto, such as 1"),
         ("--workers 4 --experts.parallel 2 --stages 2", "one run can't have both; nearest: --stages 1"),

@@ -106,8 +106,9 @@ def axis_of(
     experts, for all other weights.
     """
     names = names_of(mesh)
-    is_flat = set(names) <= {"data", "sequence", "expert"}
-    if is_flat and mesh.size() == dist.get_world_size() and "expert" not in names:
+    # Inside of an island.
+    is_flat = {*names} - {"island"} <= {"data", "sequence", "expert"}
+    if is_flat and "island" not in names and mesh.size() == dist.get_world_size() and "expert" not in names:
         return None
     inside = mesh[tuple(name for name in names if name != "island")]
     whole = _compat.flattened(inside) if inside.ndim > 1 else inside

@@ -119,7 +119,7 @@ def parallelize(
             model, given.experts, axis.whole, stride=stride_of(mesh, "expert"), local_size=local_size, meter=meter,
             **of_ranks,
         )  # fmt: skip
-        axis = replace(axis, group_for=experts.group_for, meter=meter)
+        axis = replace(axis, group_for=experts.group_for, meter=meter, parts=experts)
     if stages is not None:
         # The first rank of an island opens a group with other islands' first ones, and no group opens behind that.
         reserve(mesh["pipeline"], NUM_GROUPS, timeout_s)
@@ -131,8 +131,9 @@ def parallelize(
     if given.residency is not None:
         options |= {"residency": given.residency, "initial": initial}
     module, parallel = apply(method, model, optimizer, overlap=overlap, **options)
-    if experts is not None and isinstance(parallel, ShardedOptimizer):
-        experts.follow(parallel)
+    sharded = getattr(parallel, "inner", parallel)
+    if experts is not None and isinstance(sharded, ShardedOptimizer):
+        experts.follow(sharded)
     rows += share_sums(model, parallel.comm)
     if overlap and not parallel.overlaps:
         rows.append(("overlap", "no effect", "weights are whole when a step ends"))

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives import Communicator, Meter, Topology
 from thinwire.hosts.stages import StageAxis
 from thinwire.hosts.tensor import TensorAxis
 from thinwire.state.agreement import Agreed, StepStatus, word_bytes
+
+
+class Parts(Protocol):
+    """Ranks of which each has a part of some parameters, under their own names, such as of experts.
+
+    shapes: of these parameters, whole.
+    """
+
+    shapes: Mapping[str, torch.Size]
+
+    def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors from every rank's part. A collective over these ranks."""
+        ...
+
+    def part(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of whole tensors."""
+        ...
+
+    def gather_bytes(self, names: Collection[str]) -> int:
+        """Bytes that a rank sends to gather these parameters."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,6 +50,7 @@ class Axis:
         group_for: (name, parameter) -> the global ranks that hold replicas of it; None: all of `group`.
         meter: what counts the messages; None: a new one.
         stages: the axis that cuts the layers, if a method of islands asks for whole models.
+        parts: the ranks that share some parameters between them, such as those of experts.
     """
 
     group: DeviceMesh
@@ -37,6 +60,7 @@ class Axis:
     group_for: Callable[[str, nn.Parameter], Sequence[int] | None] | None = None
     meter: Meter | None = None
     stages: StageAxis | None = None
+    parts: Parts | None = None
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts its part of a parameter in sums. One of the ranks with the same elements does."""

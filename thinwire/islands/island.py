@@ -16,7 +16,7 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.elastic import PATIENCE_S
 from thinwire.errors import PeerLostError
 from thinwire.hosts.interface import ParallelOptimizer
-from thinwire.hosts.ranks import communicator_along
+from thinwire.hosts.ranks import Parts, communicator_along
 from thinwire.hosts.stages import StageAxis
 from thinwire.hosts.tensor import TensorAxis
 
@@ -55,14 +55,16 @@ class ShardedHost(Host, Protocol):
 
 
 class CutHost:
-    """A Host whose model is cut: converts between whole parameters and a rank's parts of matrices and layers.
+    """A Host whose model is cut: converts between whole parameters and a rank's parts of matrices, experts and layers.
 
     comm: all ranks of the island. The bytes that torch sends to gather matrices are counted by formula.
     """
 
-    def __init__(self, inner: ParallelOptimizer, tensor: TensorAxis | None, stages: StageAxis | None) -> None:
+    def __init__(
+        self, inner: ParallelOptimizer, tensor: TensorAxis | None, stages: StageAxis | None, parts: Parts | None = None
+    ) -> None:
         self.comm: Communicator | None = inner.everyone
-        self._inner, self._tensor, self._stages = inner, tensor, stages
+        self._inner, self._tensor, self._stages, self._parts = inner, tensor, stages, parts
         self._along: Communicator | None = None
         if stages is not None:
             self._along = communicator_along(stages.mesh, inner.everyone, meter=inner.meter)
@@ -75,6 +77,8 @@ class CutHost:
             if sent := self._gather_bytes(self._tensor, own):
                 self._inner.meter.count("masters", "intra", sent, sent)
             found = self._tensor.gather(found)
+        if self._parts is not None:
+            found = self._parts.gather(found)
         if self._stages is not None and self._along is not None:
             found = self._stages.gather(found, names, self._along)
         return found
@@ -82,6 +86,7 @@ class CutHost:
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:
         """Take this rank's part of whole parameters. A collective over the island."""
         own = {name: values[name] for name in self._own(values)}
+        own = own if self._parts is None else self._parts.part(own)
         self._inner.adopt_weights(own if self._tensor is None else self._tensor.part(own))
         if self._stages is not None:
             self._stages.after_write()
@@ -91,6 +96,7 @@ class CutHost:
         own = self._own(names)
         reads, writes = self._inner.handover_bytes(own)
         reads += 0 if self._tensor is None else self._gather_bytes(self._tensor, own)
+        reads += 0 if self._parts is None else self._parts.gather_bytes(own)
         if self._stages is not None and self._along is not None:
             reads += self._stages.gather_bytes(names, self._along)
         return reads, writes

@@ -161,10 +161,12 @@ def _apply_connected(
     wrapped, inner = apply(method.inner, model, optimizer, **options)
     peers = connected.peers() if callable(connected.peers) else connected.peers
     axis = options.get("axis")
-    tensor, stages = (axis.tensor, axis.stages) if axis is not None else (None, None)
+    tensor, stages, parts = (axis.tensor, axis.stages, axis.parts) if axis is not None else (None, None, None)
     shapes = {name: cut.shape for name, cut in tensor.cuts.items()} if tensor is not None else {}
+    shapes |= {} if parts is None else parts.shapes
+    is_whole = tensor is stages is parts is None
     loop = OuterLoop(
-        inner if tensor is stages is None else CutHost(inner, tensor, stages), model, method.outer(), peers,
+        inner if is_whole else CutHost(inner, tensor, stages, parts), model, method.outer(), peers,
         options=connected.options, torch_optimizer=optimizer, whole=Whole(stages.skeleton if stages else model, shapes),
         seed=options["seed"],
     )  # fmt: skip

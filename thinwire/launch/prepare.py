@@ -277,10 +277,10 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
     problems.note(check_beside, "expert", axes_of(shape, run) | ({"pipeline"} if config.chooses_stages else set()))
     if config.finds_expert_ranks and config.mesh is not None:
         problems.messages.append("--experts.parallel auto finds the expert axis: leave --mesh out")
-    problems.note(check_experts, model, run.experts, shape.world_size)
-    with problems.collect():
-        if not run.has_islands:
-            check_data_method(run.strategy)
+    if config.chooses_experts and run.has_islands:
+        problems.messages.append("--experts.* auto beside islands: not supported; nearest: state them")
+    problems.note(check_experts, model, run.experts, shape.island_size or shape.world_size)
+    problems.note(check_data_method, run.strategy)
     problems.raise_any()
 
 

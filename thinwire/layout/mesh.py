@@ -14,7 +14,7 @@ AXES = ("island", "pipeline", "data", "expert", "sequence", "tensor")
 # The axis that every mesh has.
 NEEDED = "data"
 # Axes that one mesh may have beside data.
-TOGETHER = {"expert", "sequence"}, {"island", "pipeline", "tensor"}
+TOGETHER = {"expert", "sequence"}, {"island", "pipeline", "tensor"}, {"island", "expert"}
 # What other projects call them.
 ALSO = {
     "dp": "data",

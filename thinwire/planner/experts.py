@@ -31,6 +31,7 @@ from thinwire.methods.experts import (
 )
 from thinwire.methods.experts.choice import moves_of
 from thinwire.methods.interface import Method, MethodPlan
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.models.capacity import check_capacity
 from thinwire.models.moe import MoELlama
 from thinwire.models.seam import MixtureSizes, experts_of, mixture_of
@@ -225,6 +226,10 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
 
     Raises ConfigError for a strategy, model or ranks that don't support it.
     """
+    if isinstance(strategy, IslandsMethod):
+        raise ConfigError(
+            f"{strategy.name} of ranks that share experts has no plan; nearest: {strategy.inner.name}, without islands"
+        )
     check_data_method(strategy)
     sizes, placement = placed(whole, config, shape)
     options = options_of(config, shape, sizes.width)

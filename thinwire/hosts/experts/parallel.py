@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -192,6 +192,11 @@ class ExpertRanks:
             else value
             for name, value in values.items()
         }
+
+    def gather_bytes(self, names: Collection[str]) -> int:
+        """Bytes that a rank sends to gather these parameters in fp32."""
+        numel = sum(self.shapes[name].numel() for name in names if name in self.shapes)
+        return 4 * (self.placement.ranks - 1) * (numel // self.placement.ranks)
 
     def part(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of whole tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from thinwire.errors import ConfigError
 from thinwire.layout.formats import LevelFormat
 from thinwire.methods.interface import Method
-from thinwire.methods.outer.base import Connected
+from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
 
 
@@ -15,10 +15,14 @@ def averages_apart(method: Method | Connected) -> bool:
 
 
 def check_data_method(method: Method | Connected) -> None:
-    """Raise ConfigError for a strategy that averages each parameter over all ranks, or cuts weights over them."""
-    if averages_apart(method):
+    """Raise ConfigError for a strategy that averages each parameter over all ranks, or cuts weights over them.
+
+    Of islands that of their ranks counts.
+    """
+    method = method.method if isinstance(method, Connected) else method
+    if averages_apart(method.inner if isinstance(method, IslandsMethod) else method):
         return
-    name = method.method.name if isinstance(method, Connected) else method.name
+    name = f"{method.inner.name} in {method.name}" if isinstance(method, IslandsMethod) else method.name
     raise ConfigError(
         f"{name} can't train experts over several ranks: it takes all ranks for replicas of every parameter; those "
         "that can: zero, zero-bf16, zero-compressed, sdp4bit and its variants"

@@ -157,6 +157,10 @@ def test_an_only_expert_has_its_score_so_that_the_text_trains_the_router() -> No
     assert float(trained(model, text())["model.layers.0.mlp.gate.weight"].abs().max()) > 0
     (row,) = model.config.capacity_rows(8)
     assert row[:2] == ("norm_topk_prob True", "no effect")
+    idle = replace(SMALL, slots=2, router_rank=8).capacity_rows(8)
+    assert [row[0] for row in idle] == ["router_rank 8", "slots 2"] and not replace(
+        SMALL, router="cosine"
+    ).capacity_rows(8)
     with pytest.raises(ConfigError, match="num_experts_per_tok=1: transformers' Mixtral"):
         mixtral_config(model.config)
 

@@ -93,7 +93,11 @@ class MoEConfig(LlamaConfig):
         Raises ConfigError for a capacity below one row.
         """
         factor, top_k, num_experts = self.capacity_factor, self.num_experts_per_tok, self.num_local_experts
-        idle: list[Row] = []
+        idle: list[Row] = [
+            (f"{name} {getattr(self, name)}", "no effect", f"it is of router {router}, not of {self.router}")
+            for name, router in (("router_noise", "noisy"), ("router_rank", "cosine"), ("slots", SOFT))
+            if self.router != router and getattr(self, name) != getattr(MoEConfig, name)
+        ]
         if self.norm_topk_prob and top_k == 1:
             why = "a token's only expert keeps its score: a weight that is always 1 would not train the router"
             idle.append(("norm_topk_prob True", "no effect", why))

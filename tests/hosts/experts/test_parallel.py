@@ -19,7 +19,7 @@ from thinwire.collectives.exchange import Exchange
 from thinwire.hosts.experts import once
 from thinwire.hosts.experts.trip import Trip
 from thinwire.methods.experts import Rows, sent
-from thinwire.models.moe import Experts, MoEConfig
+from thinwire.models.moe import Experts, MoE, MoEConfig
 from thinwire.models.row_hooks import EVENTS
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=48)
@@ -178,7 +178,10 @@ def layers(rank: int, world_size: int) -> Any:
     ]
     several = (4, "linear", 1), (2, "linear", 1), (4, "2dh", 1), (4, "linear", 5), (4, "2dh", 3), (4, "linear", 2, 4)
     weights = [moved(rank, *each) for each in ((4, 2), (2, 1))]
-    errors, messages = max(switched(rank), made_whole(rank)), [crossing(rank, route) for route in ("linear", "2dh")]
+    errors, messages = (
+        max(switched(rank), made_whole(rank), looking_ahead(rank)),
+        [crossing(rank, route) for route in ("linear", "2dh")],
+    )
     return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights, errors, messages
 
 
@@ -231,6 +234,25 @@ def made_whole(rank: int) -> float:
     assert rank == 2 or ep.comm.meter.snapshot().sent_by("dispatch") > before
     ep.close()
     return float((found - truth(*given)).detach().abs().max())
+
+
+def looking_ahead(rank: int) -> float:
+    """How far layers whose routers look at all tokens are from one process."""
+    errors = []
+    for router in ("expert-choice", "softmoe"):
+        truth, layer = (MoE(replace(CONFIG, router=router)).double() for _ in range(2))
+        for each in (truth, layer):
+            each.init_weights(torch.Generator().manual_seed(0))
+            for param in each.parameters():
+                param.data.mul_(10)
+        model = torch.nn.Module()
+        model.layer = layer
+        ep = thinwire.expert_parallel(model, ExpertParallel(4, slices=2), local_size=2)
+        x = torch.randn(2, 3 + rank, 32, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        expected = truth(x)
+        errors.append(float((layer(x) - expected).detach().abs().max() / expected.detach().abs().max()))
+        ep.close()
+    return max(errors)
 
 
 def moved(rank: int, ranks: int, slices: int) -> Tensor:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from thinwire.models.moe import Experts
 
 EXPERT_CHOICE, SOFT = "expert-choice", "softmoe"
 NOT_CAUSAL = (EXPERT_CHOICE, SOFT)
@@ -46,8 +43,11 @@ class SoftSlots(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts * num_slots, width))
         self.num_slots = num_slots
 
-    def mixed(self, x: Tensor, experts: Experts) -> Tensor:
-        """The layer's output for tokens [batch, tokens, hidden], in their shape. Weights of mixtures are fp32."""
+    def mixed(self, x: Tensor, experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """The layer's output for tokens [batch, tokens, hidden], in their shape. Weights of mixtures are fp32.
+
+        experts: called as Experts.
+        """
         with torch.autocast(x.device.type, enabled=False):
             wide = x if x.dtype == torch.float64 else x.float()
             logits = wide @ self.weight.to(wide.dtype).t()

@@ -18,7 +18,7 @@ from thinwire.table import Row
 Pair = tuple[int, int]
 # Bytes from rank to rank that leave together; the hops of each of four ways.
 HopBytes = dict[Pair, int]
-Ways = list[list[HopBytes]]
+ChunkWays = list[list[HopBytes]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def sent(
 
 def legs(
     placement: ExpertPlacement, rows: Rows, options: ExpertParallel, part_numel: int, local_size: int = 1
-) -> list[Ways]:
+) -> list[ChunkWays]:
     """Bytes from rank to rank, by chunk, way and hop. The ways: to the experts, home, and of the gradients of both.
 
     Each in `options.chunks` chunks.
@@ -109,7 +109,7 @@ def legs(
     if options.route == "once" and has_hops:
         return [legs_once(placement, rows, options, local_size)]
     by_hops = options.route == "2dh" and has_hops
-    found: list[Ways] = []
+    found: list[ChunkWays] = []
     for chunk in range(options.num_chunks):
         ways = packets(placement, rows, options, chunk, counted=by_hops)
         found.append([two_hops(placement, way, local_size) if by_hops else [way] for way in ways])
@@ -136,7 +136,7 @@ def two_hops(placement: ExpertPlacement, way: HopBytes, local_size: int) -> list
     return [inside, between]
 
 
-def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, local_size: int) -> Ways:
+def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, local_size: int) -> ChunkWays:
     """The same where a token enters a node once, by the rank at its source's place.
 
     Between nodes: its row, the weights and numbers of its experts, and one sum; back, the gradients of weights. Inside:

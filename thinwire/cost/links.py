@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.cost.clock import Cores
+from thinwire.cost.cores import Cores
 from thinwire.cost.machine import Machine
 from thinwire.cost.network import Network
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.cost.clock import Cores
+from thinwire.cost.cores import Cores
 from thinwire.cost.graph import Work
 from thinwire.cost.network import Network
 from thinwire.errors import ConfigError

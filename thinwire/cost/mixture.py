@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from thinwire.cost.graph import Drawing, Message, StepGraph, Work
 from thinwire.cost.links import SECONDS, Links
-from thinwire.cost.simulate import simulate
+from thinwire.cost.simulator import simulate
 
 # Bytes from rank to rank that leave together.
 HopLoad = Mapping[tuple[int, int], float]

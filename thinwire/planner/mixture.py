@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.cost import Line, Links, Machine, Timeline, Work, simulate
 from thinwire.cost.graph import ROUND
-from thinwire.cost.simulate import COMMUNICATION, TRAINING
+from thinwire.cost.simulator import COMMUNICATION, TRAINING
 from thinwire.hosts.ranks import neighbours
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import ExpertParallel

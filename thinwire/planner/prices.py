@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from thinwire.cost.graph import ROUND
-from thinwire.cost.simulate import COMMUNICATION, TRAINING
+from thinwire.cost.simulator import COMMUNICATION, TRAINING
 from thinwire.errors import ConfigError
 from thinwire.methods.memory import Floor, Residency, placed as parts_of, resident_method, settled
 from thinwire.methods.memory.floor import PROCESS_BYTES

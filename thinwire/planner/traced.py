@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from thinwire.cost.simulate import TRAINING
+from thinwire.cost.simulator import TRAINING
 from thinwire.cost.trace import SENDING, TraceSpan
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, SCORE, TRAIN, WEIGHT, Beside
 from thinwire.planner.islands import islands_of, links_between

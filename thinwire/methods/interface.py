@@ -143,7 +143,7 @@ class Method(Protocol):
         return PlannedExchanges((1.0,), tuple(plain(found.sent, END)))
 
     def schedule(self, model: nn.Module, topology: Topology, micro_batches: int, computes: Work) -> StepGraph:
-        """A step of all ranks, with the bytes of `plan`, for `thinwire.cost.simulator`.
+        """A step of all ranks, with the bytes of `plan`, for `thinwire.cost.simulate`.
 
         Args:
             model, topology, micro_batches: see `plan`.

@@ -129,6 +129,7 @@ def test_damage_fills_its_block() -> None:
 def test_blocks_do_not_leave_their_matrix() -> None:
     assert block_sides(torch.Size([7, 513]), 64) == (7, 57)
     assert block_sides(torch.Size([8, 96, 40]), 64) == (48, 40), "blocks lie in one matrix of a stack"
+    assert block_sides(torch.Size([96, 1, 4]), 64) == (48, 4), "a convolution is one matrix"
 
 
 @pytest.mark.parametrize(

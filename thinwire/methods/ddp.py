@@ -151,9 +151,15 @@ def buckets_of(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
 
 
 def check_plain_sgd(name: str, gives: str, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise ConfigError if the optimizer would change the update of a method with a momentum of its own."""
+    """Raise ConfigError if the optimizer would change the update of a method with a momentum of its own.
+
+    Also if it is not known, since what such a method gives is no gradient.
+    """
     if optimizer is None:
-        return
+        raise ConfigError(
+            f"{name} was given no optimizer, keeps the momentum itself and gives {gives}, which most optimizers would "
+            "average or scale again: give it yours, torch.optim.SGD with momentum=0"
+        )
     if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
         raise ConfigError(
             f"{name} keeps the momentum itself and gives {gives}, which {type(optimizer).__name__} would average or "

@@ -18,6 +18,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import all_reduce, all_reduce_bytes
 from thinwire.collectives.rounds import Rounds
 from thinwire.layout.layout import sliced
+from thinwire.optim.matrices import is_stack
 from thinwire.state.memory import Place, State
 from thinwire.table import Row
 
@@ -102,9 +103,9 @@ def is_large_matrix(shape: torch.Size) -> bool:
 def sides(shape: torch.Size) -> torch.Size:
     """Rows and columns of a tensor as a matrix, whose further dimensions are columns; a vector is one row.
 
-    Three dimensions are a stack of matrices, such as a layer's experts, and stay as they are.
+    A stack of matrices, such as a layer's experts, stays as it is; see `is_stack`.
     """
-    if len(shape) == 3:
+    if is_stack(shape):
         return shape
     return torch.Size([shape[0] if len(shape) > 1 else 1, math.prod(shape[1:] if len(shape) > 1 else shape)])
 

@@ -159,9 +159,12 @@ class DDPOptimizer(AgreeingOptimizer):
     def _reduce(self) -> None:
         if not self._reducer.all_launched:
             unused = [name for name, param in self.trained.items() if param.grad is None]
+            way = "set find_unused_parameters to True"
+            if not self._clips:
+                way = "freeze them with requires_grad_(False), since the method sends parts of earlier gradients of all"
             raise ConfigError(
                 f"DDP waits for every parameter, and {len(unused)} took no part in this step, such as {unused[:1]}: "
-                "use them, or set find_unused_parameters to True"
+                f"use them in every step, or {way}"
             )
         self._reducer.finish()
 

@@ -35,8 +35,8 @@ class DeMo(DDPMethod):
         m <- m - IDCT(q)                      remove what was sent: the momentum is its own error feedback
         w <- w - lr sign(IDCT(mean over ranks of q))
 
-    A tensor of three dimensions is a stack of matrices; of more, all but the first count as columns. The update's size
-    does not depend on the gradients', so clipping has no effect. Takes SGD without momentum.
+    The experts of a layer are a stack of matrices; of other tensors all dimensions but the first count as columns. The
+    update's size does not depend on the gradients', so clipping has no effect. Takes SGD without momentum.
 
     Raises ConfigError for values out of range.
     Source: Peng, Quesnelle and Kingma, "Decoupled Momentum Optimization" (2024), algorithm 1.

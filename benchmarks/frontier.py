@@ -91,7 +91,7 @@ METHODS = {
     "streaming-diloco": "streaming-diloco",
     "sparseloco, H 15": "sparseloco",
     "sparseloco, H 50": "sparseloco[sync_every=50]",
-    "muloco, H 15, 2.5 bits": "diloco[sync_every=15,codec=sign/64:bf16+twice,error_decay=0.9,optimizer=muon]",
+    "muloco, H 15": "muloco[sync_every=15]",
     "sparseloco, H 15, muon": "sparseloco[optimizer=muon]",
 }
 

@@ -20,6 +20,8 @@ from thinwire.islands.exchanges import Exchanges
 from thinwire.layout.fragments import cut
 from thinwire.methods.outer.exchange import message_bytes
 from thinwire.methods.outer.parameters import residuals_in
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import Run
 
 EVERY, NUM_STEPS, DECAY = 4, 12, 0.9
 SPARSE = "topk12.5%/64:(sign/8:bf16+twice)"
@@ -105,6 +107,24 @@ def test_everything_sent_is_averaging_and_less_is_the_formula() -> None:
         torch.testing.assert_close(result["sparse"][1], x, rtol=0, atol=1e-6)
         torch.testing.assert_close(result["sparse"][2][0], error, rtol=0, atol=1e-6)
         assert float(error.norm()) > 0.1 * float(x.norm() / 100)
+
+
+def test_muloco_is_diloco_by_muon_in_few_bits_and_streams() -> None:
+    muloco, streams = (thinwire.strategy_named("muloco", **options) for options in ({}, STREAMS))
+    few = {"sync_every": 30, "codec": "sign/64:bf16+twice", "error_decay": 0.9}
+    assert muloco.outer() == thinwire.strategy_named("diloco", **few).outer()  # type: ignore[attr-defined]
+    assert streams.outer().num_fragments == 2  # type: ignore[attr-defined]
+    run = Run.of(TrainConfig(strategy="muloco", workers=2))
+    assert run.config.optimizer == "muon" and run.strategy.optimizers[:2] == ("muon", "adamw")
+    assert Run.of(TrainConfig(strategy="muloco", workers=2, optimizer="sgd")).config.optimizer == "sgd"
+    for inner, told in (
+        ("demo", "keeps the momentum itself"),
+        ("onebit-adam", "muloco trains islands by muon, and onebit"),
+    ):
+        with pytest.raises(ConfigError, match=f"{told}.*nearest: --inner ddp, or --strategy sparseloco"):
+            Run.of(TrainConfig(strategy="muloco", inner=inner, workers=2))
+    with pytest.raises(ConfigError, match="is a contraction"):
+        thinwire.strategy_named("muloco", codec="int2")
 
 
 def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:

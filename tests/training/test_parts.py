@@ -219,7 +219,7 @@ def test_a_run_that_ends_before_its_strategy_begins_says_so() -> None:
     late = TrainConfig(strategy="onebit-adam", steps=40, tables={"onebitadam": {"freeze": 40}})
     assert "its first 40 steps differ from the others, and the run ends after 40" in str(list(late_rows(Run.of(late))))
     assert not list(late_rows(Run.of(TrainConfig(strategy="onebit-adam", steps=40))))
-    rarely = {"strategy": "sparseloco", "steps": 1000, "workers": 2}
+    rarely: dict[str, Any] = {"strategy": "sparseloco", "steps": 1000, "workers": 2}
     ((asked, _, why),) = sparse_rows(Run.of(TrainConfig(**rarely, tables={"sparseloco": {"sync_every": 50}})))
     assert asked == "density 0.01562 every 50 steps"
     assert why == "20 exchanges in 1000 steps send at most 31% of the elements; take topk5% or sync_every 15"

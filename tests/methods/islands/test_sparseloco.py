@@ -90,8 +90,8 @@ def simulated(num_islands: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_everything_sent_is_averaging_and_less_is_the_formula() -> None:
-    results = run_workers(trained, 2)
-    x, errors = simulated(2)
+    results = run_workers(trained, 3)
+    x, errors = simulated(3)
     for result, error in zip(results, errors, strict=True):
         for name, (hashes, _, lost, losses) in result.items():
             assert hashes == results[0][name][0], f"outer parameters differ: {name}"

@@ -125,6 +125,33 @@ def test_at_the_rank_of_the_gradient_the_update_is_orthonormal() -> None:
     assert float((wider - orthonormal).norm() / orthonormal.norm()) < 0.05, "a column of rounding is no direction"
 
 
+def other_bits(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Rows on arithmetic, where all ranks compute the same bits and where the second rounds otherwise."""
+    found: dict[str, list[str]] = {}
+    methods: list[DDPMethod] = [
+        Dion(),
+        DeMo(),
+        thinwire.PowerSGD(),
+        thinwire.LGreCo(thinwire.PowerSGD()),
+        thinwire.DDP(),
+    ]
+    for method in methods:
+        for name, scale in (("same", 1.0), ("other", 1 + rank * 1e-6)):
+            sample = [each * scale for each in method.sample()]
+            object.__setattr__(method, "sample", lambda sample=sample: sample)
+            optimizer = torch.optim.SGD((model := DistributedDataParallel(nn.Linear(4, 4))).parameters(), lr=0.1)
+            handle = thinwire.compress_ddp(model, method, optimizer=optimizer, announce=False)
+            told = [effect for asked, effect, _ in handle.describe() if asked == "equal arithmetic on all ranks"]
+            found.setdefault(name, []).extend(told)
+            handle.close()
+    return found
+
+
+def test_ranks_that_compute_other_bits_are_named() -> None:
+    for found in run_workers(other_bits, 2):
+        assert found == {"same": [], "other": ["rank 1 computes other bits than rank 0"] * 4}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
@@ -84,6 +84,13 @@ class DDPMethod(Method):
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Raise ConfigError for a model or an optimizer that the method can't use."""
+
+    def sample(self) -> Sequence[Tensor]:
+        """What every rank computes by itself of what all have received, here of fixed numbers, for a comparison.
+
+        Empty if all compute it element by element, so that the bits are equal on all machines.
+        """
+        return ()
 
     def reduction(self, place: Place, seed: int) -> Reduction:
         """The reduction of buckets, with its state."""

@@ -110,6 +110,13 @@ def sides(shape: torch.Size) -> torch.Size:
     return torch.Size([shape[0] if len(shape) > 1 else 1, math.prod(shape[1:] if len(shape) > 1 else shape)])
 
 
+def thin_products() -> tuple[Tensor, Tensor]:
+    """A basis and a product of fixed matrices, as methods of thin factors compute them."""
+    thin, matrix = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((96, 8), (96, 64)))
+    basis = torch.linalg.qr(thin).Q
+    return basis.contiguous(), basis @ (basis.mT @ matrix)
+
+
 def sum_over_ranks(
     link: Link, tensors: Sequence[Tensor], codec: Codec = FP32, lost: Lost | None = None
 ) -> Rounds[list[Tensor]]:

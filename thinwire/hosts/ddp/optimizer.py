@@ -23,7 +23,7 @@ from thinwire.hosts.ranks import Axis, Ranks, open_ranks
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.reduction import Reduction
 from thinwire.state.memory import Place
-from thinwire.state.replicas import same_start, trained_parameters
+from thinwire.state.replicas import arithmetic_rows, same_start, trained_parameters
 from thinwire.table import Row
 
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def wrap_ddp(
     rows: list[Row] = [(f"strategy {strategy.name}", "on torch's DistributedDataParallel", ""), *reduction.rows()]
     if checked and not reduction.is_metered:
         rows.append(("--checked", "no effect on gradients", "torch's collectives put nothing in front of a message"))
-    rows.append(same_start(model, comm))
+    rows += [same_start(model, comm), *arithmetic_rows(comm, strategy.sample())]
     entry = WrappedModel(model, list(trained.values()))
     whole_mb = sum(shape.numel() * 4 for shape in shapes.values()) // MIB + 1
     with warnings.catch_warnings():

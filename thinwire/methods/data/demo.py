@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -90,6 +91,10 @@ class DeMo(DDPMethod):
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         check_plain_sgd(self.name, "signs", optimizer)
+
+    def sample(self) -> Sequence[Tensor]:
+        x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+        return (from_blocks(to_blocks(x, self.chunk, torch.empty(x.numel())), torch.empty(x.shape)),)
 
     def reduction(self, place: Place, seed: int) -> Reduction:
         return SignMean(self, place)

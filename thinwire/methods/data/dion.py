@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,6 +32,7 @@ from thinwire.methods.reduction import (
     sides,
     sum_bytes,
     sum_over_ranks,
+    thin_products,
 )
 from thinwire.optim.dion import unit_rows
 from thinwire.state.memory import MeanMerge, Merge, Place
@@ -101,6 +103,9 @@ class Dion(DDPMethod):
     def rank_of(self, shape: torch.Size) -> int:
         """Rank r for a gradient of this shape; 0 if it travels whole."""
         return min(self.rank, *sides(shape)[-2:]) if is_large_matrix(shape) else 0
+
+    def sample(self) -> Sequence[Tensor]:
+        return thin_products()
 
     def reduction(self, place: Place, seed: int) -> Reduction:
         return Orthonormal(self, place, seed)

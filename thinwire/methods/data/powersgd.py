@@ -21,7 +21,7 @@ from thinwire.layout.layout import Layout, sliced
 from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.plannable import Plannable, Tunable
-from thinwire.methods.reduction import FP32, Bucket, Step, seed_of, sides, sum_bytes, sum_over_ranks
+from thinwire.methods.reduction import FP32, Bucket, Step, seed_of, sides, sum_bytes, sum_over_ranks, thin_products
 from thinwire.state.memory import Merge, Place, Residual
 from thinwire.table import Row
 
@@ -79,6 +79,9 @@ class PowerSGD(Plannable):
     @property
     def settled_after(self) -> int:
         return self.start_step
+
+    def sample(self) -> Sequence[Tensor]:
+        return thin_products()
 
     def reduction(self, place: Place, seed: int) -> LowRankMean:
         return LowRankMean(self, place, seed)

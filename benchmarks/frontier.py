@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import resource
 import statistics
 import subprocess
 import sys
@@ -40,7 +42,7 @@ from readme_table import with_table
 
 from thinwire.errors import ConfigError
 from thinwire.report.frontier import LEAST_STEPS, RATES, RECORDED, Outcome, beaten, frontier_svg
-from thinwire.report.run import read_run
+from thinwire.report.run import RunFiles, read_run
 from thinwire.report.units import bytes_text
 from thinwire.run.config import TrainConfig
 from thinwire.run.settings import to_toml
@@ -52,6 +54,8 @@ GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 # Of the runs by which rates are chosen; not one of those that are reported. From LEAST_STEPS on they are shorter by
 # TUNING_PART.
 TUNING_SEED, TUNING_PART = 1000, 5
+# Of a short run, whose processor time is that of starting, compiling and the held-out loss.
+FEW_STEPS = 20
 # Points of the curve of a run: the mean training loss of a fiftieth of the steps, and of at least MIN_WINDOW.
 NUM_POINTS, MIN_WINDOW = 100, 20
 NEAR = 1.01
@@ -87,7 +91,7 @@ METHODS = {
     "streaming-diloco": "streaming-diloco",
     "sparseloco, H 15": "sparseloco",
     "sparseloco, H 50": "sparseloco[sync_every=50]",
-    "muloco, H 15, 2.5 bits": "diloco[sync_every=15,codec=sign/64:bf16+twice,error_decay=0.9,optimizer=muon]",
+    "muloco, H 15": "muloco[sync_every=15]",
     "sparseloco, H 15, muon": "sparseloco[optimizer=muon]",
 }
 
@@ -132,11 +136,15 @@ def asked(name: str, config: TrainConfig) -> dict[str, Any]:
 
 
 def trained(config: TrainConfig) -> dict[str, Any]:
-    """{"heldout_loss", "compute_s", "curve"} of a run; curve: (step, loss, bytes sent so far) at NUM_POINTS steps."""
+    """{"heldout_loss", "compute_s", "curve"} of a run; curve: (step, loss, bytes sent so far) at NUM_POINTS steps.
+
+    compute_s: a rank's processor time of a step.
+    """
     try:
         told = train_here(config)
         losses, sent, heldout, compute_s = told.losses, told.sent, told.heldout_loss, told.compute_s
-    except ConfigError:
+    except ConfigError as error:
+        print(f"by processes: {error}", flush=True)
         losses, sent, heldout, compute_s = train_by_processes(config)
     window = max(MIN_WINDOW, config.steps // (NUM_POINTS // 2))
     steps = sorted({round(config.steps * point / NUM_POINTS) for point in range(1, NUM_POINTS + 1)} - {0})
@@ -145,18 +153,36 @@ def trained(config: TrainConfig) -> dict[str, Any]:
 
 
 def train_by_processes(config: TrainConfig) -> tuple[list[float], list[int], float, float]:
-    """Losses, bytes sent so far, held-out loss and a step's seconds of computing, by `thinwire train`."""
+    """Losses, bytes sent so far, held-out loss and a rank's processor time of a step, by `thinwire train`.
+
+    The time includes copies to and from sockets.
+    """
+    few = max(1, min(FEW_STEPS, config.steps // 2))
+    _, start_s = by_command(replace(config, steps=few))
+    run, all_s = by_command(config)
+    sent: list[int] = []
+    for row in run.steps:
+        sent.append(int(row["sent_bytes"]) + (sent[-1] if sent else 0))
+    sent[-1] += int(run.summary.get("last_exchange_bytes", 0))
+    compute_s = (all_s - start_s) / max(1, config.steps - few) / config.workers
+    # A run that has diverged writes null.
+    losses = [math.nan if row["loss"] is None else row["loss"] for row in run.steps]
+    heldout = run.summary["heldout_loss"]
+    return losses, sent, math.nan if heldout is None else heldout, compute_s
+
+
+def by_command(config: TrainConfig) -> tuple[RunFiles, float]:
+    """What `thinwire train` writes, and the processor time of all its processes, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path, run_dir = Path(folder) / "config.toml", Path(folder) / "run"
         path.write_text(to_toml(replace(config, run_dir=str(run_dir))))
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "thinwire", "train", str(path)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        run = read_run(run_dir)
-        sent: list[int] = []
-        for row in run.steps:
-            sent.append(int(row["sent_bytes"]) + (sent[-1] if sent else 0))
-        compute_s = statistics.median(row["step_s"] - row["exposed_comm_s"] for row in run.steps)
-        return [row["loss"] for row in run.steps], sent, run.summary["heldout_loss"], compute_s
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(f"{config.strategy}: thinwire train ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return read_run(run_dir), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def configs(model: str, steps: int, names: Sequence[str]) -> dict[str, TrainConfig]:
@@ -166,7 +192,7 @@ def configs(model: str, steps: int, names: Sequence[str]) -> dict[str, TrainConf
 
 
 def tuned_lr(name: str, config: TrainConfig, runs: Runs, *, is_asked: bool) -> float | None:
-    """The best rate of the grid; None unless all of its runs have finished."""
+    """The best rate of the grid; None unless all of its runs have finished. A run that diverged is the worst."""
     part = TUNING_PART if config.steps >= LEAST_STEPS else 1
     trial = replace(config, seed=TUNING_SEED, steps=config.steps // part)
     found = {}
@@ -174,8 +200,14 @@ def tuned_lr(name: str, config: TrainConfig, runs: Runs, *, is_asked: bool) -> f
         line = runs.run(name, replace(trial, lr=lr)) if is_asked else runs.get(name, replace(trial, lr=lr))
         if line is None:
             return None
-        found[lr] = line["heldout_loss"] if line["heldout_loss"] == line["heldout_loss"] else float("inf")
+        found[lr] = loss_of(line)
     return min(found, key=lambda lr: found[lr])
+
+
+def loss_of(line: Mapping[str, Any]) -> float:
+    """The held-out loss of a run; infinite if it diverged."""
+    loss = line["heldout_loss"]
+    return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def run_all(models: Sequence[str], names: Sequence[str], seeds: Sequence[int], steps: int | None, runs: Runs) -> None:
@@ -208,16 +240,17 @@ def mean_if_all(values: Sequence[float | None], steps: int) -> float | None:
 
 
 def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
-    """What is known of each method: means over the seeds, paired with the exact run's; the exact one first."""
+    """What is known of each method: means over the seeds, paired with the exact run's; the exact one first.
+
+    A method of which a run diverged is left out, see `diverged`.
+    """
     found: list[dict[str, Any]] = []
     exact: dict[int, dict[str, Any]] = {}
     for name, config in configs(model, steps, list(METHODS)).items():
-        lr = tuned_lr(name, config, runs, is_asked=False)
-        own = {line["seed"]: line for line in runs.found.values() if Runs.key(line)[:5] == (
-            model, steps, name, METHODS[name], lr) and line["seed"] != TUNING_SEED}  # fmt: skip
+        lr, own = reported(name, config, runs)
         exact = exact or (own if name == EXACT else {})
         seeds = sorted(own.keys() & exact.keys())
-        if not seeds:
+        if not seeds or any(loss_of(line) == math.inf for line in own.values()):
             continue
         losses = [own[seed]["heldout_loss"] for seed in seeds]
         gaps = [own[seed]["heldout_loss"] / exact[seed]["heldout_loss"] - 1 for seed in seeds]
@@ -235,6 +268,20 @@ def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
             "steps_to": until,
         })  # fmt: skip
     return found
+
+
+def reported(name: str, config: TrainConfig, runs: Runs) -> tuple[float | None, dict[int, dict[str, Any]]]:
+    """A method's rate, and its finished runs at that rate, by seed."""
+    lr = tuned_lr(name, config, runs, is_asked=False)
+    key = (config.model, config.steps, name, METHODS[name], lr)
+    lines = [line for line in runs.found.values() if Runs.key(line)[:5] == key]
+    return lr, {line["seed"]: line for line in lines if line["seed"] != TUNING_SEED}
+
+
+def diverged(model: str, steps: int, runs: Runs) -> list[str]:
+    """The methods of which a run at the chosen rate diverged."""
+    found = {name: reported(name, config, runs)[1] for name, config in configs(model, steps, list(METHODS)).items()}
+    return [name for name, own in found.items() if any(loss_of(line) == math.inf for line in own.values())]
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -263,37 +310,44 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def outcomes(found: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-    return [Outcome(row["method"], row["sent_bytes"], row["loss"], row["loss_error"]) for row in found]
+    """Losses that can be compared though methods have other seeds: the exact mean and the gap to it, paired by seed."""
+    exact = found[0]["loss"]
+    return [
+        Outcome(row["method"], row["sent_bytes"], exact * (1 + row["gap"]), exact * row["gap_error"]) for row in found
+    ]
 
 
-def best_table(model: str, runs: Runs) -> list[dict[str, Any]]:
-    """The rows of the longest runs that have at least half as many methods as any length has; empty without two."""
+def best_tables(model: str, runs: Runs) -> list[list[dict[str, Any]]]:
+    """The rows of the longest runs; and those of shorter ones that have more than twice as many methods, if any.
+
+    Tables of fewer than two methods don't count.
+    """
     lengths = sorted({line["steps"] for line in runs.found.values() if line["model"] == model}, reverse=True)
     tables = [found for steps in lengths if len(found := points(model, steps, runs)) > 1]
-    most = max(map(len, tables), default=0)
-    return next((found for found in tables if 2 * len(found) >= most), [])
+    widest = max(tables, key=len, default=[])
+    return [tables[0], widest] if tables and len(widest) > 2 * len(tables[0]) else tables[:1]
 
 
 def report(runs: Runs) -> None:
-    """Write the tables and the plots of all that has finished, one length of runs for each model."""
+    """Write the tables and the plots of all that has finished; what is recommended follows the longest runs."""
     parts, recorded = [], []
     for model in STEPS:
-        if not (found := best_table(model, runs)):
-            continue
-        recorded += found
-        picture = Path(f"docs/frontier-{model}.svg")
-        (ROOT / picture).write_text(frontier_svg(outcomes(found)))
-        parts += [
-            f"### {model}, {found[0]['steps']:,} steps, {len(found)} of {len(METHODS)} methods",
-            "",
-            f"![Held-out loss over bytes sent]({picture.name})",
-            "",
-        ]
-        parts += [*table(found), ""]
+        tables = best_tables(model, runs)
+        recorded += [row for found in tables[:1] for row in found]
+        for found, name in zip(tables, (f"frontier-{model}.svg", f"frontier-{model}-short.svg"), strict=False):
+            steps = found[0]["steps"]
+            (ROOT / "docs" / name).write_text(frontier_svg(outcomes(found)))
+            parts += [
+                f"### {model}, {steps:,} steps, {len(found)} of {len(METHODS)} methods", "",
+                f"![Held-out loss over bytes sent]({name})", "",
+            ]  # fmt: skip
+            parts += [*table(found), ""]
+            if lost := diverged(model, steps, runs):
+                parts += [f"Not shown, since a run diverged at the best rate: {', '.join(lost)}.", ""]
     page = ROOT / "docs/methods.md"
     page.write_text(with_table(page.read_text(), "\n".join(parts).rstrip() or "No run has finished.", BEGIN, END))
     RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
-    print(f"docs/methods.md: {len(recorded)} rows of the frontier")
+    print(f"docs/methods.md: {len(recorded)} recorded rows of the frontier")
 
 
 def main() -> int:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     FedFix: Any
     Gossip: Any
     LocalSGD: Any
+    MuLoCo: Any
     SparseLoCo: Any
     StreamingDiLoCo: Any
 
@@ -105,6 +106,7 @@ STRATEGIES: dict[str, StrategyRow] = {
     "streaming-diloco": StrategyRow("islands.streaming_diloco:StreamingDiLoCo"),
     "local-sgd": StrategyRow("islands.local_sgd:LocalSGD"),
     "sparseloco": StrategyRow("islands.sparseloco:SparseLoCo"),
+    "muloco": StrategyRow("islands.muloco:MuLoCo"),
     "fedfix": StrategyRow("islands.fedfix:FedFix"),
     "gossip": StrategyRow("islands.gossip:Gossip"),
     "dadao": StrategyRow("islands.dadao:DADAO"),

@@ -141,6 +141,13 @@ ROWS: dict[str, Row] = {
         averages_gradients=False,
         variant=True,
     ),
+    # A number of ranks that no buffer of a power of two is cut by evenly.
+    "ef21-three": Row(
+        EF21("sign/64", fresh=0.5), 0.0, keeps_residual=False, grid=(3, 1), averages_gradients=False, variant=True
+    ),
+    "dion-three": Row(
+        Dion(rank=3, codec="bf16"), 0.0, keeps_residual=False, grid=(3, 1), averages_gradients=False, variant=True
+    ),
     "onebit-adam": Row(
         thinwire.OneBitAdam(freeze=2, clip=30.0),
         0.0,

@@ -37,7 +37,7 @@ REPEATABLE = [name for name in thinwire.STRATEGIES if not issubclass(class_of(na
 BEFORE = {name: LATE.get(name, LATE.get(name.split("-")[0], 4)) for name in thinwire.STRATEGIES}
 AFTER = 3
 # By default islands exchange more rarely than these runs have steps.
-ISLANDS = ("diloco", "streaming-diloco", "local-sgd", "sparseloco")
+ISLANDS = ("diloco", "streaming-diloco", "local-sgd", "sparseloco", "muloco")
 OPTIONS = {name: (f"--{name.replace('-', '')}.sync-every", "2") for name in ISLANDS}
 SMALL = (
     "--model", "tiny", "--seq-len", "16", "--micro-batch", "2", "--tokens-per-step", "128", "--lr", "0.003",

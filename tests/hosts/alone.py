@@ -21,6 +21,7 @@ class Alone:
         self, method: DDPMethod, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None = None,
         local_size: int = 1,
     ) -> None:  # fmt: skip
+        optimizer = torch.optim.SGD(params.values(), lr=0.1) if optimizer is None else optimizer
         self.comm = Communicator(local_size=local_size)
         self.params, self.optimizer, self.steps = dict(params), optimizer, 0
         method.check(nn.Module(), optimizer)
@@ -39,7 +40,7 @@ class Alone:
         self.steps += 1
         for param, grad in zip(self.params.values(), grads, strict=True):
             param.grad = grad
-        if self.optimizer is not None and not skip:
+        if not skip:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()

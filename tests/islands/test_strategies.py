@@ -55,6 +55,9 @@ ROWS = {
     **{f"streaming, {inner}": Row("streaming-diloco", inner) for inner in ("ddp", "sdp4bit", "zero-bf16", "fsdp")},
     **{f"sparse, {inner}": Row("sparseloco", inner, SPARSE) for inner in ("zero", "zero-compressed", "ef21")},
     "sparse, sdp4bit": Row("sparseloco", "sdp4bit", SPARSE, {"loco": True}, optimizer="muon"),
+    "muloco, zero": Row(
+        "muloco", "zero", {"codec": "sign/16:bf16+twice", "overlap_steps": 1, "mix": 0.5}, optimizer="muon"
+    ),
     "sparse, powersgd": Row("sparseloco", "powersgd", SPARSE, {"start_step": 2, "rank": 2}),
     "sparse, demo": Row("sparseloco", "demo", SPARSE, optimizer="sgd-plain"),
     "sparse, dion": Row("sparseloco", "dion", SPARSE, optimizer="sgd-plain"),

@@ -15,7 +15,7 @@ from tests.workers import run_workers
 from thinwire.codecs.backends import without_kernels
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.methods.data.demo import DeMo, block_sides, from_blocks, to_blocks
+from thinwire.methods.data.demo import DeMo, block_sides, codec_of_shape, from_blocks, to_blocks
 
 # A matrix and a vector that no chunk divides, and a stack of matrices.
 SHAPES = ((7, 54), (29,), (3, 16, 12))
@@ -23,13 +23,15 @@ STEPS = 4
 SPARSE = DeMo(density=0.1, chunk=8, values="fp32", beta=0.9)
 EXACT = DeMo(density=1.0, chunk=8, values="fp32", beta=0.0)
 
+VALUES = {values: DeMo(density=0.1, chunk=8, values=values, beta=0.9) for values in ("fp32", "bf16", "sign/32:bf16")}
+
 Run = tuple[list[list[Tensor]], list[Tensor]]
 
 
 def reduced(rank: int, world_size: int) -> dict[str, Run]:
     """The gradients after each step, and the momenta after the last."""
     found = {}
-    for name, method in {"sparse": SPARSE, "exact": EXACT}.items():
+    for name, method in ({"sparse": SPARSE, "exact": EXACT} if world_size > 1 else VALUES).items():
         model = DistributedDataParallel(Matrices(*SHAPES))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle = thinwire.compress_ddp(model, method, optimizer=optimizer, local_size=1, announce=False)
@@ -106,6 +108,35 @@ def test_ranks_follow_the_algorithm() -> None:
     assert all(float(kept.abs().max()) < 1e-5 for kept in ranks[0]["exact"][1]), "all of it has been sent"
 
 
+def test_one_rank_follows_it_and_what_it_sends_and_keeps_is_all_of_its_gradients() -> None:
+    (found,) = run_workers(reduced, 1)
+    means, (momenta,) = by_the_algorithm(VALUES["fp32"], 1)
+    for out, mean in ((o, m) for step in zip(found["fp32"][0], means, strict=True) for o, m in zip(*step, strict=True)):
+        clear = mean.abs() > 1e-5
+        assert torch.equal(out.double()[clear], mean.sign()[clear])
+    for own, right in zip(found["fp32"][1], momenta, strict=True):
+        torch.testing.assert_close(own.double().view(right.shape), right, rtol=0, atol=1e-5)
+    for values, method in VALUES.items():
+        for number, (shape, kept) in enumerate(zip(SHAPES, found[values][1], strict=True)):
+            held, sums = torch.zeros(shape), [torch.zeros(shape).double() for _ in range(2)]
+            for step in range(STEPS):
+                grad = gradients(SHAPES, 0, step)[number]
+                sent = round_trip(method, method.beta * held + grad)
+                held = method.beta * held + grad - sent
+                sums = [method.beta * total + part for total, part in zip(sums, (sent, grad), strict=True)]
+            assert float((sums[0] + kept.view(shape) - sums[1]).norm() / sums[1].norm()) < 1e-6, values
+            # Blocks of the vector, of a prime length, are single elements, of which each sends all.
+            assert len(shape) == 1 or float(kept.norm()) > 0.1 * float(sums[1].norm())
+
+
+def round_trip(method: DeMo, x: Tensor) -> Tensor:
+    """What a rank sends of x, by the codec."""
+    flat = torch.empty(x.numel())
+    blocks, codec = to_blocks(x, method.chunk, flat), codec_of_shape(method, x.shape)
+    codec.decode(codec.encode(flat), flat.numel(), out=flat)
+    return from_blocks(blocks, torch.empty(x.shape))
+
+
 def test_blocks_come_back() -> None:
     for shape in ((7, 513), (64, 128), (29,), (3, 16, 12), (4, 3, 5, 5), (0, 4), (2, 0)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -129,6 +160,7 @@ def test_damage_fills_its_block() -> None:
 def test_blocks_do_not_leave_their_matrix() -> None:
     assert block_sides(torch.Size([7, 513]), 64) == (7, 57)
     assert block_sides(torch.Size([8, 96, 40]), 64) == (48, 40), "blocks lie in one matrix of a stack"
+    assert block_sides(torch.Size([96, 1, 4]), 64) == (48, 4), "a convolution is one matrix"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ import thinwire
 from tests.methods.test_compressed import Matrices, gradients
 from tests.workers import run_workers
 from thinwire.errors import ConfigError
+from thinwire.methods.data.demo import DeMo
 from thinwire.methods.data.dion import Dion
+from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.reduction import seed_of
 from thinwire.registry import check_on_mesh
 
@@ -96,25 +98,58 @@ def test_ranks_together_are_one_process() -> None:
     assert results[0]["sent"] == pytest.approx(4 * 4 * number * (rows + columns), rel=0.02)
 
 
-def alone(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """The update and the gradient after many steps with one gradient of well separated singular values."""
+def alone(rank: int, world_size: int) -> tuple[list[Tensor], Tensor]:
+    """The updates after many steps with one gradient of six well separated singular values, and what they should be.
+
+    At the gradient's rank, and at a higher one, of which two columns are rounding.
+    """
     generator = torch.Generator().manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(n, COLUMNS, generator=generator)).Q for n in (ROWS, COLUMNS))
     given = u[:, :6] @ torch.diag(0.5 ** torch.arange(6.0)) @ v[:, :6].T
-    model = DistributedDataParallel(nn.Linear(COLUMNS, ROWS, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    handle = thinwire.compress_ddp(model, Dion(rank=6), optimizer=optimizer, announce=False)
-    for _ in range(40):
-        optimizer.zero_grad()
-        (model(torch.eye(COLUMNS)) * given.T).sum().backward()
-    out = model.module.weight.grad.clone()
-    handle.close()
-    return out, math.sqrt(ROWS / COLUMNS) * u[:, :6] @ v[:, :6].T
+    outs = []
+    for dion in (Dion(rank=6), Dion(rank=8)):
+        model = DistributedDataParallel(nn.Linear(COLUMNS, ROWS, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        handle = thinwire.compress_ddp(model, dion, optimizer=optimizer, announce=False)
+        for _ in range(40):
+            optimizer.zero_grad()
+            (model(torch.eye(COLUMNS)) * given.T).sum().backward()
+        outs.append(model.module.weight.grad.clone())
+        handle.close()
+    return outs, math.sqrt(ROWS / COLUMNS) * u[:, :6] @ v[:, :6].T
 
 
 def test_at_the_rank_of_the_gradient_the_update_is_orthonormal() -> None:
-    ((out, orthonormal),) = run_workers(alone, 1)
+    (((out, wider), orthonormal),) = run_workers(alone, 1)
     torch.testing.assert_close(out, orthonormal, rtol=0, atol=1e-5)
+    assert float((wider - orthonormal).norm() / orthonormal.norm()) < 0.05, "a column of rounding is no direction"
+
+
+def other_bits(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Rows on arithmetic, where all ranks compute the same bits and where the second rounds otherwise."""
+    found: dict[str, list[str]] = {}
+    methods: list[DDPMethod] = [
+        Dion(),
+        DeMo(),
+        thinwire.PowerSGD(),
+        thinwire.LGreCo(thinwire.PowerSGD()),
+        thinwire.DDP(),
+    ]
+    for method in methods:
+        for name, scale in (("same", 1.0), ("other", 1 + rank * 1e-6)):
+            sample = [each * scale for each in method.sample()]
+            object.__setattr__(method, "sample", lambda sample=sample: sample)
+            optimizer = torch.optim.SGD((model := DistributedDataParallel(nn.Linear(4, 4))).parameters(), lr=0.1)
+            handle = thinwire.compress_ddp(model, method, optimizer=optimizer, announce=False)
+            told = [effect for asked, effect, _ in handle.describe() if asked == "equal arithmetic on all ranks"]
+            found.setdefault(name, []).extend(told)
+            handle.close()
+    return found
+
+
+def test_ranks_that_compute_other_bits_are_named() -> None:
+    for found in run_workers(other_bits, 2):
+        assert found == {"same": [], "other": ["rank 1 computes other bits than rank 0"] * 4}
 
 
 @pytest.mark.parametrize(
@@ -132,6 +167,11 @@ def test_what_can_not_work_is_refused(options: dict[str, Any], message: str) -> 
     model = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match="momentum=0"):
         Dion().check(model, torch.optim.AdamW(model.parameters()))
+    # What it gives is no gradient, so an optimizer that it does not know may be the wrong one.
+    method: DDPMethod
+    for method, hint in ((Dion(), "SGD with momentum=0"), (DeMo(), "SGD with momentum=0"), (thinwire.DGC(), "DGCSGD")):
+        with pytest.raises(ConfigError, match=f"{method.name} was given no optimizer.*{hint}"):
+            method.check(model, None)
 
 
 def test_a_tensor_axis_is_refused() -> None:

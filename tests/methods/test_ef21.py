@@ -22,6 +22,7 @@ METHODS: dict[str, DDPMethod] = {
     "ef21-momentum": EF21("topk5%/64", fresh=0.5),
     "ef21-sign": EF21("sign/64", fresh=1.0),
     "diana": EF21("int2/64", fresh=1.0, shift=0.1),
+    "diana-fitting": EF21("int2/64", fresh=1.0),
     "none": thinwire.DDP(),
 }
 STEPS = 300
@@ -56,7 +57,7 @@ def test_differences_reach_the_minimum_where_error_feedback_does_not() -> None:
     results = run_workers(descend, 2)
     off = {name: found["off"] for name, found in results[0].items()}
     assert off["none"] < 1e-4
-    for name in ("ef21", "ef21-momentum", "ef21-sign", "diana"):
+    for name in ("ef21", "ef21-momentum", "ef21-sign", "diana", "diana-fitting"):
         assert off[name] < 1e-3 < 10 * off["ef"], off
         estimates = [result[name]["kept"]["estimate"]["weight"] for result in results]
         means = [result[name]["kept"]["mean"]["weight"] for result in results]
@@ -116,13 +117,24 @@ def test_other_ranks_take_over_the_mean() -> None:
     assert float(kept["mean"]["weight"][0, 0]) == len("mean of estimates of gradients")
 
 
+def test_the_shift_suits_the_codec() -> None:
+    place = Place({"weight": torch.Size([16, 16])}, thinwire.Topology(4, 1))
+    # A random hundredth, a hundred times as large, has an omega of 99.
+    for codec, pace in (("topk1%", 1.0), ("sign", 1.0), ("int4", 1.0), ("randomk1%", 0.01)):
+        assert EF21(codec).pace == pytest.approx(pace, rel=0.1), codec
+    (row,) = (row for row in EF21("int2/64").reduction(place, 0).rows() if row[0] == "what is sent")
+    assert 0.3 < EF21("int2/64").pace < 0.7 and f"DIANA, shift {EF21('int2/64').pace:g} by the codec's error" in row[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"codec": "int4"}, None),
-        ({"codec": "randomk1%"}, "shift of 0.1"),
-        ({"codec": "int2"}, "shift of 0.1"),
-        ({"codec": "fp16"}, "int4:nearest"),
+        ({"codec": "randomk1%"}, None),
+        ({"codec": "int2"}, None),
+        ({"codec": "int2", "shift": 1.0}, "nearest: no shift, which suits it"),
+        ({"codec": "fp16"}, "a contraction or unbiased; nearest: topk1%"),
+        ({"codec": "fp16", "shift": 1.0}, "int4:nearest"),
         ({"codec": "sign", "shift": 0.5}, "nearest: shift 1"),
         ({"codec": "randomk1%", "shift": 0.01}, None),
         ({"codec": "int4+zstd"}, "all have the size it promises; nearest: '"),

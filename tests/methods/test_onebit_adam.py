@@ -194,7 +194,7 @@ def first_frozen(alone: Alone, lrs: list[float], scale_at: Any = lambda step: 1.
     """The number of exact steps."""
     for step, lr in enumerate(lrs):
         alone.put({name: grad * scale_at(step) for name, grad in gradients(alone.params, step).items()}, lr)
-        if alone.optimizer.is_frozen(alone.params["square"]):  # type: ignore[union-attr]
+        if alone.optimizer.is_frozen(alone.params["square"]):  # type: ignore[attr-defined]
             return step + 1
     return None
 

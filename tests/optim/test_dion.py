@@ -17,7 +17,7 @@ from thinwire.methods.sums import planned_with
 from thinwire.optim import DionOptimizer
 from thinwire.optim.dion import SEED
 
-MATRICES = {"wide": (24, 50), "tall": (50, 24), "stack": (3, 10, 6)}
+MATRICES = {"wide": (24, 50), "tall": (50, 24), "stack": (3, 10, 8)}
 STEPS, LR, RANK = 6, 0.02, 5
 
 

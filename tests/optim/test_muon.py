@@ -54,11 +54,11 @@ def test_equals_torchs_muon_and_adamw() -> None:
 
 
 def test_a_stack_of_matrices_is_its_matrices() -> None:
-    stack = torch.randn(3, 10, 6, generator=torch.Generator().manual_seed(0))
+    stack = torch.randn(3, 10, 8, generator=torch.Generator().manual_seed(0))
     apart = [matrix.clone() for matrix in stack]
     for optimizer, params in ((Muon([stack]), [stack]), (Muon(apart), apart)):
         for step in range(3):
-            gradient = torch.randn(3, 10, 6, generator=torch.Generator().manual_seed(step + 1))
+            gradient = torch.randn(3, 10, 8, generator=torch.Generator().manual_seed(step + 1))
             for param, grad in zip(params, gradient if len(params) > 1 else [gradient], strict=True):
                 param.grad = grad
             optimizer.step()
@@ -104,7 +104,7 @@ class Held(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
-        for name, shape in {"wide": (24, 50), "tall": (50, 24), "stack": (3, 10, 6), "bias": (24,)}.items():
+        for name, shape in {"wide": (24, 50), "tall": (50, 24), "stack": (3, 10, 8), "bias": (24,)}.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
 
     def forward(self, step: int) -> Tensor:
@@ -192,5 +192,10 @@ def test_a_vector_that_is_asked_to_be_orthogonal_is_refused() -> None:
         state["param_groups"][0]["orthogonal"] = True
         with pytest.raises(ConfigError, match="parameter number 0 of group 0"):
             vector.load_state_dict(state)
+        # A depthwise convolution is a stack of no matrices.
+        kernels = torch.zeros(64, 1, 4)
+        with pytest.raises(ConfigError, match=r"of shape \(64, 1, 4\), is no matrix, .* of 8 rows and columns or more"):
+            make([kernels], orthogonal=True)
+        assert not make([kernels]).matrices
     # Without a word of it, each has its own step.
     assert len(Muon(list(params.values())).matrices) == 3

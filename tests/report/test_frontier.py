@@ -55,7 +55,10 @@ def test_the_page_of_a_race_shows_it(counted: bool, tmp_path: Path) -> None:
     for name, (sent, _) in losses.items():
         lines = [f'{{"step": {step}, "loss": 3.0, "sent_bytes": {sent}}}\n' for step in range(1, 5)]
         (tmp_path / name / "seed0" / "metrics.jsonl").write_text("".join(lines if counted or name == "zero" else []))
+    # What islands send at the end for the mean of their weights.
+    (tmp_path / "zero" / "seed0" / "summary.json").write_text('{"last_exchange_bytes": 1000000}')
     page = write_race_report(tmp_path).read_text()
+    assert f"zero: 3.0000, {'9 MB' if counted else '8 MB'} sent" in page
     assert "Loss over bytes" in page and "bytes on: sdp4bit (loss 3.1000), zero (loss 3.0000)." in page
     assert page.count('class="dot beaten"') == 1
 
@@ -71,7 +74,8 @@ def test_a_plot_of_its_own_brings_its_colours_and_names_only_the_best_of_many() 
 def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> None:
     def row(method: str, at_20: float | None, steps: int = 1000, model: str = "tiny") -> dict[str, object]:
         minutes = {"10": 9.0, "20": at_20, "50": None, "100": None}
-        return {"model": model, "steps": steps, "method": method, "gap": 0.005, "seeds": 3, "minutes": minutes}
+        shown = {"method": f"{method}, as shown", "text": method, "gap": 0.005, "seeds": 3}
+        return {"model": model, "steps": steps, "minutes": minutes} | shown
 
     recorded, short = tmp_path / "frontier.json", tmp_path / "short.json"
     other_model = row("short", 1.0, 999, "demo")

@@ -23,7 +23,7 @@ from thinwire.report.metrics import MembershipEvent, MetricsWriter, StepMetrics,
 from thinwire.report.progress import Progress
 from thinwire.report.run import read_run
 from thinwire.run.config import TrainConfig
-from thinwire.run.effects import late_rows, resume_rows, unused_rows
+from thinwire.run.effects import late_rows, resume_rows, sparse_rows, unused_rows
 from thinwire.run.run import Run
 from thinwire.run.run_dir import RunDir
 from thinwire.training.proof import Proof, ResumeDriftError
@@ -219,6 +219,17 @@ def test_a_run_that_ends_before_its_strategy_begins_says_so() -> None:
     late = TrainConfig(strategy="onebit-adam", steps=40, tables={"onebitadam": {"freeze": 40}})
     assert "its first 40 steps differ from the others, and the run ends after 40" in str(list(late_rows(Run.of(late))))
     assert not list(late_rows(Run.of(TrainConfig(strategy="onebit-adam", steps=40))))
+    rarely: dict[str, Any] = {"strategy": "sparseloco", "steps": 1000, "workers": 2}
+    ((asked, _, why),) = sparse_rows(Run.of(TrainConfig(**rarely, tables={"sparseloco": {"sync_every": 50}})))
+    assert asked == "density 0.01562 every 50 steps"
+    assert why == "20 exchanges in 1000 steps send at most 31% of the elements; take topk5% or sync_every 15"
+    assert not list(sparse_rows(Run.of(TrainConfig(**rarely))))
+    for other in ("diloco", "muloco", "zero"):
+        assert not list(sparse_rows(Run.of(TrainConfig(strategy=other, steps=10, workers=2))))
+    ((_, _, why),) = sparse_rows(Run.of(TrainConfig(strategy="sparseloco", steps=10, workers=2)))
+    assert why.endswith(
+        "0 exchanges in 10 steps send at most 0% of the elements; train longer, or take a larger density"
+    )
     assert list(late_rows(Run.of(TrainConfig(strategy="lgreco-ef-topk", steps=20))))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.codecs import derive_seed
 from thinwire.collectives import Peers
-from thinwire.errors import CorruptMessageError, PeerLostError
+from thinwire.errors import ConfigError, CorruptMessageError, PeerLostError
 from thinwire.layout.layout import Layout
 from thinwire.methods.outer.exchange import LAST, RENEW, STOP, Header, Sync
 from thinwire.methods.outer.method import OuterMethod
@@ -103,15 +103,17 @@ class Exchanges:
                 Header(outer.fingerprint, count, number, weight, wishes),
                 self.method.codec, self.fragments[number].numel, step,
                 derive_seed(self.seed, count, number, self.peers.island),
-                delta=delta, lost=self._decayed(number) if weight else None,
+                delta=delta,
             )  # fmt: skip
+            decay, lost = self.method.error_decay, self._feedback(flight.sync.header)
+            flight.sync.lost = None if decay is None or lost is None else lost.mul_(decay)
             flight.submit(self.peers)
         self.flights.append(flight)
 
-    def _decayed(self, number: int) -> Tensor | None:
-        """The decayed error feedback of a fragment, to be added to what is sent; None without error feedback."""
-        decay, lost = self.method.error_decay, self.state.lost
-        return None if decay is None or lost is None else lost[str(number)].mul_(decay)
+    def _feedback(self, header: Header) -> Tensor | None:
+        """The error feedback that is added to what is sent; None without one, or for an island that is left out."""
+        lost = self.state.lost
+        return None if lost is None or not header.weight else lost[str(header.fragment)]
 
     def wait_for(self, sync: Sync) -> None:
         """Wait until all members have all messages.
@@ -190,7 +192,10 @@ class Exchanges:
         flights = []
         for flight in self.flights:
             sync = flight.sync
-            told = None if sync is None else (tuple(sync.header), sync.step, sync.seed, sync.received, sync.message)
+            told = None
+            if sync is not None:
+                # One that a loss stopped before it was packed has its outer gradient still.
+                told = tuple(sync.header), sync.step, sync.seed, sync.received, sync.message, sync.delta
             flights.append((flight.fragment, flight.due, flight.members, told, flight.is_applied))
         return {
             "flights": flights,
@@ -207,9 +212,16 @@ class Exchanges:
         for fragment, due, members, told, is_applied in state["flights"]:
             flight = Flight(fragment, due, None, tuple(members), is_applied)
             if told is not None:
-                header, step, seed, received, message = told
+                header, step, seed, received, message, *rest = told
+                if message is None and (not rest or rest[0] is None):
+                    raise ConfigError(
+                        f"exchange {header[1]} of fragment {fragment} was saved without what it sends: go on from an "
+                        "earlier checkpoint"
+                    )
                 flight.sync = Sync(Header(*header), self.method.codec, self.fragments[fragment].numel, step, seed)
                 flight.sync.message, flight.sync.received = message, received
+                if message is None:
+                    flight.sync.delta, flight.sync.lost = rest[0], self._feedback(flight.sync.header)
                 flight.sync.is_committed = received is not None
                 if self.connected is not None and received is None:
                     flight.submit(self.connected)

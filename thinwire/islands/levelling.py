@@ -44,12 +44,33 @@ def take_mean(exchanges: Exchanges, *, has_own: bool) -> int:
         return 0
     owners = exchanges.result_of(comm.all_gather_exact(torch.tensor([float(has_own)])))
     for outer in exchanges.outer:
-        held = exchanges.result_of(comm.all_gather_exact(outer.parameters))
-        total = torch.zeros(len(outer.parameters), dtype=torch.float64)
-        for is_owner, weights in zip(owners, held, strict=True):
-            total += weights * is_owner
-        outer.set_parameters((total / owners.sum()).float())
+        outer.set_parameters(_mean_of(exchanges, outer.parameters, owners))
     return int(owners.sum())
+
+
+def share_residuals(exchanges: Exchanges, *, has_own: bool) -> None:
+    """Give all islands the mean error feedback of those that have their own: it owes what theirs did.
+
+    Nothing is sent if none has any. On all first ranks.
+    """
+    if (lost := exchanges.state.lost) is None:
+        return
+    word = torch.tensor([float(has_own), float(has_own and bool(lost.tensors))])
+    owners, owing = exchanges.result_of(exchanges.peers.comm.all_gather_exact(word)).T
+    if not owing.any():
+        lost.tensors.clear()
+        return
+    for number in range(len(exchanges.fragments)):
+        lost[str(number)] = _mean_of(exchanges, lost[str(number)], owners)
+
+
+def _mean_of(exchanges: Exchanges, own: Tensor, owners: Tensor) -> Tensor:
+    """The mean over the islands that are owners, taken in fp64."""
+    held = exchanges.result_of(exchanges.peers.comm.all_gather_exact(own))
+    total = torch.zeros(len(own), dtype=torch.float64)
+    for is_owner, tensor in zip(owners, held, strict=True):
+        total += tensor * is_owner
+    return (total / owners.sum()).float()
 
 
 def sum_of(exchanges: Exchanges, numbers: Sequence[float]) -> Tensor:

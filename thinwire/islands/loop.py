@@ -21,7 +21,7 @@ from thinwire.islands.exchanges import Exchanges, Flight, shapes_of
 from thinwire.islands.island import Decision, Host, Island
 from thinwire.layout.fragments import cut
 from thinwire.methods.outer.method import OuterMethod
-from thinwire.methods.outer.parameters import merged
+from thinwire.methods.outer.parameters import merged, residuals_in
 from thinwire.optim.rewarming import Rewarming
 from thinwire.state.replicas import check_layout, check_state, short_digest
 from thinwire.state.whole import local_tensor, write_whole
@@ -84,6 +84,16 @@ class OuterLoop:
         start = [fragment.flat(self.host.masters(fragment.names)) for fragment in self.exchanges.fragments]
         if self.island.is_first:
             self.exchanges.begin(start)
+
+    def owe(self, saved: Mapping[str, Any]) -> bool:
+        """Take the error feedback of a state_dict of another layout, by parameter. Return whether there was any."""
+        shapes = {name: shape for fragment in self.exchanges.fragments for name, shape in fragment.shapes.items()}
+        lost, found = self.exchanges.state.lost, residuals_in(saved, shapes)
+        if lost is None or not found:
+            return False
+        for number, fragment in enumerate(self.exchanges.fragments):
+            lost[str(number)] = fragment.pack(map(found.get, fragment.names), fragment.zeros())
+        return True
 
     def after_step(self) -> None:
         """After an inner step: receive and send what is due. On all ranks of the island."""
@@ -148,8 +158,10 @@ class OuterLoop:
     def level(self, *, has_own: bool) -> int:
         """If the islands' weights differ, continue with the mean over those that have weights of their own.
 
-        Returns the number of those; 0 if nothing differs. A collective over all ranks of all islands, after `begin`.
+        Likewise with error feedback. Returns the number of those; 0 if no weights differ. A collective over all ranks
+        of all islands, after `begin`.
         """
+        self.island.first_does(lambda: levelling.share_residuals(self.exchanges, has_own=has_own))
         count = self.island.first_does(lambda: levelling.take_mean(self.exchanges, has_own=has_own)) or 0
         count = int(self.island.share_number(count))
         if count:

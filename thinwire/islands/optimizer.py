@@ -114,8 +114,7 @@ class IslandsOptimizer:
         """Continue from a checkpoint of any layout. A collective over all islands.
 
         If an island finds another island's state, method or model, or none, the outer method keeps only the weights to
-        start
-        from, which may differ between islands: call `level` next.
+        start from, and error feedback. Both may differ between islands: call `level` next.
         """
         self.inner.restore(source)
         outer = source.own(OUTER) if source.is_same else None
@@ -124,10 +123,16 @@ class IslandsOptimizer:
             self.loop.load_state_dict(outer)
             return
         self.loop.begin()
+        if self.loop.island.is_first and self.method.outer().error_decay is not None:
+            saved = source.own(OUTER, rank=0)
+            if saved and self.loop.owe(saved):
+                source.note(
+                    "error feedback of outer gradients", "transformed", "the mean over islands that have theirs"
+                )
         source.is_same = False
         # An island that was away has taken fewer steps itself than the islands have.
         self.loop.go_on_from(source.common.get(POSITION, source.common["steps"]))
-        source.note("outer parameters", "start anew", "from the weights, without momentum: another method, or none")
+        source.note("outer parameters", "start anew", "from the weights: of another method, more islands, or none")
 
     def level(self, *, has_own: bool) -> Row:
         """If islands differ, give all of them the mean weights of those that have weights of their own.

@@ -62,14 +62,17 @@ class LoopTraffic:
             schedule += f", every step until step {method.start_after}"
         overlap = f"{method.overlap_steps} steps" if method.overlap_steps else "off: all wait for each exchange"
         going_on = f"{method.mix:g} of the island's own weights" if method.mix else "the outer parameters"
+        outer_kept = held[str(exchanges.state.parameters.row)]
+        outer = f"descent, rate {method.outer_lr:g}, without momentum"
+        if method.outer_momentum:
+            outer = f"Nesterov, rate {method.outer_lr:g}, momentum {method.outer_momentum:g}"
         rows: list[Row] = [
             ("islands", f"{self.num_islands}, this is {connected.island if connected else '?'}", ""),
             self._loop.start_row,
             ("exchange of each fragment", schedule, f"{len(exchanges.fragments)} fragment(s), {method.pattern}"),
             ("outer gradients", str(codec), f"{codec.bits_per_element:.4g} bits an element"),
             *describe_zeros([codec]),
-            ("outer optimizer", f"Nesterov, rate {method.outer_lr:g}, momentum {method.outer_momentum:g}",
-             f"{held['outer parameters and momentum']} on the CPU of each island's first rank"),
+            ("outer optimizer", outer, f"{outer_kept} on the CPU of each island's first rank"),
             ("overlap of an exchange", overlap, ""),
             ("after an exchange go on with", going_on, ""),
             ("largest exchange", f"{largest / 1e6:.3f} MB", "sent by each island"),

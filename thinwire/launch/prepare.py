@@ -65,7 +65,7 @@ from thinwire.report.metrics import read_metrics
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
 from thinwire.run.config import AUTO, FIXED_ON_RESUME, TrainConfig, check_num_ranks, derive, range_errors, with_derived
-from thinwire.run.effects import batch_row, late_rows, pipeline_rows, rate_row, resume_rows, unused_rows
+from thinwire.run.effects import batch_row, late_rows, pipeline_rows, rate_row, resume_rows, sparse_rows, unused_rows
 from thinwire.run.optimizer import limits_itself, name_of
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run, island_size, tables_in_effect, tokens_of
@@ -579,6 +579,7 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
     elif not asked.is_planned_late and not asked.chooses_stages:
         rows += [batch_row(asked, batch, asked.num_shares), *pipeline_rows(run, batch)]
     rows += [rate_row(asked), *model_rows(asked), *capacity_rows(asked), *unused_rows(run), *late_rows(run)]
+    rows += sparse_rows(run)
     resolved = run.with_island_size()
     if run.has_islands:
         size = resolved.config.local_size or 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.codecs import Codec
 from thinwire.collectives import Topology
@@ -85,6 +85,13 @@ class DDPMethod(Method):
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Raise ConfigError for a model or an optimizer that the method can't use."""
 
+    def sample(self) -> Sequence[Tensor]:
+        """What every rank computes by itself of what all have received, here of fixed numbers, for a comparison.
+
+        Empty if all compute it element by element, so that the bits are equal on all machines.
+        """
+        return ()
+
     def reduction(self, place: Place, seed: int) -> Reduction:
         """The reduction of buckets, with its state."""
         raise NotImplementedError
@@ -151,9 +158,15 @@ def buckets_of(shapes: Mapping[str, torch.Size]) -> list[list[str]]:
 
 
 def check_plain_sgd(name: str, gives: str, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise ConfigError if the optimizer would change the update of a method with a momentum of its own."""
+    """Raise ConfigError if the optimizer would change the update of a method with a momentum of its own.
+
+    Also if it is not known, since what such a method gives is no gradient.
+    """
     if optimizer is None:
-        return
+        raise ConfigError(
+            f"{name} was given no optimizer, keeps the momentum itself and gives {gives}, which most optimizers would "
+            "average or scale again: give it yours, torch.optim.SGD with momentum=0"
+        )
     if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
         raise ConfigError(
             f"{name} keeps the momentum itself and gives {gives}, which {type(optimizer).__name__} would average or "

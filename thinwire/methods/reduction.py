@@ -18,6 +18,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import all_reduce, all_reduce_bytes
 from thinwire.collectives.rounds import Rounds
 from thinwire.layout.layout import sliced
+from thinwire.optim.matrices import is_stack
 from thinwire.state.memory import Place, State
 from thinwire.table import Row
 
@@ -102,11 +103,18 @@ def is_large_matrix(shape: torch.Size) -> bool:
 def sides(shape: torch.Size) -> torch.Size:
     """Rows and columns of a tensor as a matrix, whose further dimensions are columns; a vector is one row.
 
-    Three dimensions are a stack of matrices, such as a layer's experts, and stay as they are.
+    A stack of matrices, such as a layer's experts, stays as it is; see `is_stack`.
     """
-    if len(shape) == 3:
+    if is_stack(shape):
         return shape
     return torch.Size([shape[0] if len(shape) > 1 else 1, math.prod(shape[1:] if len(shape) > 1 else shape)])
+
+
+def thin_products() -> tuple[Tensor, Tensor]:
+    """A basis and a product of fixed matrices, as methods of thin factors compute them."""
+    thin, matrix = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((96, 8), (96, 64)))
+    basis = torch.linalg.qr(thin).Q
+    return basis.contiguous(), basis @ (basis.mT @ matrix)
 
 
 def sum_over_ranks(

@@ -65,6 +65,12 @@ def basis_of(x: Tensor) -> Tensor:
     return torch.linalg.qr(x).Q
 
 
+def unit_rows(r: Tensor, lengths: Tensor) -> Tensor:
+    """Rows of r [..., r, n] at length 1, from their lengths [..., r]; rounding beside the longest stays short."""
+    longest = lengths.amax(dim=-1, keepdim=True)
+    return r / lengths.maximum(NOISE * longest).clamp_min(TINY)[..., None]
+
+
 class Block(NamedTuple):
     """A piece's elements of one matrix of `columns` columns: the end of a row, whole rows, the start of a row.
 
@@ -100,8 +106,8 @@ class DionOptimizer(MatrixOptimizer):
 
     The factor is that of `thinwire.Muon`. Where the momentum changes slowly, P and Q approach its leading singular
     vectors. Columns of R that are rounding beside the longest, below 1e-5 of it, count as that long. A tensor of three
-    dimensions is a stack of matrices. Vectors, tensors of more dimensions, and all tensors of a group with `orthogonal`
-    False take AdamW's step with `betas` and `eps`.
+    dimensions is a stack of matrices, if these have 8 rows and columns or more. All other tensors, and those of a group
+    with `orthogonal` False take AdamW's step with `betas` and `eps`.
 
     params: tensors or groups, as for torch's optimizers. State: `momentum` and `factor`, Q of the matrices that a piece
     touches, fp32; or AdamW's `step`, `exp_avg`, `exp_avg_sq`. Not elementwise. Where a host cuts a matrix, each rank
@@ -194,8 +200,7 @@ class DionOptimizer(MatrixOptimizer):
         r = yield {key: self.beyond.total(part.name, terms[key]) for key in blocks if len(terms[key])}
         update = torch.empty_like(momentum)
         for key, block in blocks.items():
-            lengths = self.beyond.lengths(part.name, r[key])
-            q[key].copy_((r[key] / lengths.maximum(NOISE * lengths.max()).clamp_min(TINY)[:, None]).T)
+            q[key].copy_(unit_rows(r[key], self.beyond.lengths(part.name, r[key])).T)
             momentum[block.own] -= (1 - group["momentum"]) * block.cut(p[key] @ r[key])
             update[block.own] = block.cut(p[key] @ q[key].T)
         move(param, update.view_as(param), self.shapes.get(part.name, part.shape), group)

@@ -13,6 +13,9 @@ from thinwire.errors import ConfigError
 from thinwire.optim.parameterwise import check_adamw
 from thinwire.optim.sums import Part, PieceSpan, SummingOptimizer, codec_of_sums
 
+# Of the matrices of a stack.
+LEAST_SIDE = 8
+
 
 class MatrixOptimizer(SummingOptimizer):
     """Updates matrices, and each matrix of a stack of them, as a whole; all else by AdamW's step.
@@ -73,7 +76,8 @@ class MatrixOptimizer(SummingOptimizer):
                 if group["orthogonal"] and not is_matrix(param):
                     wrong.append(
                         f"{self.title}: parameter {name} of group {number}, of shape {tuple(param.shape)}, is no "
-                        "matrix, and only matrices and stacks of them have orthogonal updates; nearest: a group with "
+                        f"matrix, and only matrices and stacks of them, of {LEAST_SIDE} rows and columns or more, have "
+                        "orthogonal updates; nearest: a group with "
                         "orthogonal=False, which takes AdamW's step"
                     )
         if wrong:
@@ -86,7 +90,15 @@ class MatrixOptimizer(SummingOptimizer):
 
 def is_matrix(param: Tensor) -> bool:
     """Whether a parameter is a matrix or a stack of them."""
-    return param.dim() in (2, 3)
+    return param.dim() == 2 or is_stack(param.shape)
+
+
+def is_stack(shape: torch.Size) -> bool:
+    """Whether a tensor of this shape is a stack of matrices, such as a layer's experts, and no convolution.
+
+    The last side of a convolution over sequences is its kernel, of which a few elements make no matrix.
+    """
+    return len(shape) == 3 and min(shape[1:]) >= LEAST_SIDE
 
 
 def matrices_of(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, tuple[PieceSpan, ...], int]]:

@@ -24,9 +24,9 @@ class Muon(MatrixOptimizer):
         X <- (1 - lr decay) X - 0.2 sqrt(max(m, n)) lr orthogonalised(U)
 
     which are the steps of torch.optim.Muon with adjust_lr_fn="match_rms_adamw": updates are as large as AdamW's, so
-    that one learning rate serves both. A tensor of three dimensions is a stack of matrices. Vectors, tensors of more
-    dimensions, and all tensors of a group with `orthogonal` False, such as embeddings and heads, take AdamW's step with
-    `betas` and `eps`.
+    that one learning rate serves both. A tensor of three dimensions is a stack of matrices, if these have 8 rows and
+    columns or more. All other tensors, and those of a group with `orthogonal` False, such as embeddings and heads, take
+    AdamW's step with `betas` and `eps`.
 
     params: tensors or groups, as for torch's optimizers. State: `momentum_buffer`, or AdamW's `step`, `exp_avg`,
     `exp_avg_sq`. Not elementwise; where a host cuts tensors, each matrix becomes orthogonal on one rank, to which the

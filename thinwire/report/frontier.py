@@ -76,11 +76,15 @@ def race_outcomes(values: Mapping[str, Any], out: Path) -> list[Outcome]:
 
 
 def payload(run_dir: Path) -> float:
-    """Bytes that rank 0 sent in all steps of a run; NaN if the run did not count them."""
+    """Bytes that rank 0 sent in all steps of a run, and for the mean of islands at its end.
+
+    NaN if the run did not count them.
+    """
     if not (run_dir / "metrics.jsonl").is_file():
         return math.nan
-    steps = read_run(run_dir).steps
-    return sum(number(row.get("sent_bytes")) for row in steps) if steps else math.nan
+    run = read_run(run_dir)
+    sent = sum(number(row.get("sent_bytes")) for row in run.steps) if run.steps else math.nan
+    return sent + number(run.summary.get("last_exchange_bytes", 0))
 
 
 def frontier_figure(outcomes: Sequence[Outcome], styles: Mapping[str, str]) -> Figure:
@@ -119,6 +123,8 @@ def frontier_svg(outcomes: Sequence[Outcome]) -> str:
 def recommended(rate: float, model: str = "", recorded: Path = RECORDED) -> tuple[str, str]:
     """The recorded method that comes near the exact run's loss soonest on links of `rate` bit/s; and what was measured.
 
+    The method is written as for `thinwire compare --strategies`.
+
     Uses the runs of `model`, or of the first recorded one, of at least LEAST_STEPS steps, since shorter ones don't show
     an order of methods; and the nearest rate. Not known without such runs, and if that rate is off by a factor above 4.
     """
@@ -138,9 +144,8 @@ def recommended(rate: float, model: str = "", recorded: Path = RECORDED) -> tupl
     num_seeds = counted(soonest["seeds"], "seed")
     size = f"{len(rows)} methods, {used}, {soonest['steps']:,} steps, {num_seeds}"
     other = f"; {model} was not measured" if model not in ("", used) else ""
-    return soonest[
-        "method"
-    ], f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}; {size}{other}"
+    reached = f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}"
+    return soonest["text"], f"{reached}; {size}{other}"
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:

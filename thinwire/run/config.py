@@ -50,8 +50,8 @@ class TrainConfig:
     """How ranks share the work, such as sdp4bit, zero, ddp or fsdp; `thinwire explain` lists them all. auto: the ranks
     measure themselves and their links, and take what has the fastest simulated step, pipelines included."""
     inner: str | None = None
-    """Strategy inside each island, for diloco, streaming-diloco, local-sgd
-    and sparseloco; by default ddp."""
+    """Strategy inside each island, for diloco, streaming-diloco, local-sgd, sparseloco
+    and muloco; by default ddp."""
     workers: int = 1
     """Worker processes to start on this machine."""
     local_size: int | None = None

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from thinwire.codecs import TopK
+from thinwire.errors import counted
 from thinwire.flags import flag
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline import Costs, simulate
 from thinwire.optim.schedule import FINAL_SHARE
 from thinwire.options import EXPERTS, LAYOUT_TABLES, LLAMA, MOE, PIPELINE, SEQUENCE
@@ -106,6 +109,21 @@ def late_rows(run: Run) -> Iterator[Row]:
             "not in full",
             f"its first {settled} steps differ from the others, and the run ends after {steps}",
         )
+
+
+def sparse_rows(run: Run) -> Iterator[Row]:
+    """A row if islands exchange so few elements, so rarely, that most are not sent once in the run."""
+    if not isinstance(run.strategy, IslandsMethod) or run.config.minutes is not None:
+        return
+    outer, steps = run.strategy.outer(), run.config.steps
+    density = outer.codec.density if isinstance(outer.codec, TopK) else 1.0
+    num = steps // outer.sync_every
+    if num * density < 1 and density < 1:
+        why = f"{counted(num, 'exchange')} in {steps} steps send at most {num * density:.0%} of the elements"
+        ways = [f"topk{100 / num:.2g}%"] if num > 1 else []
+        ways += [f"sync_every {every}"] if (every := int(steps * density)) else []
+        way = f"take {' or '.join(ways)}" if ways else "train longer, or take a larger density"
+        yield f"density {density:.4g} every {outer.sync_every} steps", "little is sent", f"{why}; {way}"
 
 
 def folder_like(data: str) -> bool:

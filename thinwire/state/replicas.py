@@ -201,6 +201,18 @@ def check_device(named: Mapping[str, nn.Parameter]) -> torch.device:
     return device
 
 
+def arithmetic_rows(comm: Communicator, sample: Sequence[Tensor]) -> list[Row]:
+    """A row if ranks compute other bits from the same numbers. A collective, of no message without a sample.
+
+    sample: what every rank of a method computes by itself, from fixed numbers.
+    """
+    if not sample or not (odd := odd_ranks(comm, digest(sample))):
+        return []
+    effect = f"rank {odd[0]} computes other bits than rank {comm.global_ranks[0]}"
+    why = "replicas will drift apart: take processors of one kind, and the same versions of torch and numba"
+    return [("equal arithmetic on all ranks", effect, why)]
+
+
 def same_start(model: nn.Module, comm: Communicator) -> Row:
     """Give all ranks the first rank's weights and buffers, sending them only if they differ. A collective.
 

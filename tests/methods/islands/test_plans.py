@@ -21,6 +21,7 @@ def kept(method: Method) -> dict[str, int]:
 
 def test_a_plan_counts_all_that_the_outer_method_keeps() -> None:
     assert kept(thinwire.DiLoCo())["outer parameters and momentum"] == 2 * NUM_BYTES
+    assert kept(thinwire.LocalSGD())["outer parameters"] == NUM_BYTES
     assert kept(thinwire.DiLoCo(codec="sign", error_decay=1.0))["error feedback of outer gradients"] >= NUM_BYTES
     row = "anchors and memory of the correction"
     corrected = kept(thinwire.DiLoCo(fedspeed=10.0))

@@ -19,6 +19,9 @@ from thinwire.errors import ConfigError
 from thinwire.islands.exchanges import Exchanges
 from thinwire.layout.fragments import cut
 from thinwire.methods.outer.exchange import message_bytes
+from thinwire.methods.outer.parameters import residuals_in
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import Run
 
 EVERY, NUM_STEPS, DECAY = 4, 12, 0.9
 SPARSE = "topk12.5%/64:(sign/8:bf16+twice)"
@@ -87,8 +90,8 @@ def simulated(num_islands: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_everything_sent_is_averaging_and_less_is_the_formula() -> None:
-    results = run_workers(trained, 2)
-    x, errors = simulated(2)
+    results = run_workers(trained, 3)
+    x, errors = simulated(3)
     for result, error in zip(results, errors, strict=True):
         for name, (hashes, _, lost, losses) in result.items():
             assert hashes == results[0][name][0], f"outer parameters differ: {name}"
@@ -104,6 +107,24 @@ def test_everything_sent_is_averaging_and_less_is_the_formula() -> None:
         torch.testing.assert_close(result["sparse"][1], x, rtol=0, atol=1e-6)
         torch.testing.assert_close(result["sparse"][2][0], error, rtol=0, atol=1e-6)
         assert float(error.norm()) > 0.1 * float(x.norm() / 100)
+
+
+def test_muloco_is_diloco_by_muon_in_few_bits_and_streams() -> None:
+    muloco, streams = (thinwire.strategy_named("muloco", **options) for options in ({}, STREAMS))
+    few = {"sync_every": 30, "codec": "sign/64:bf16+twice", "error_decay": 0.9}
+    assert muloco.outer() == thinwire.strategy_named("diloco", **few).outer()  # type: ignore[attr-defined]
+    assert streams.outer().num_fragments == 2  # type: ignore[attr-defined]
+    run = Run.of(TrainConfig(strategy="muloco", workers=2))
+    assert run.config.optimizer == "muon" and run.strategy.optimizers[:2] == ("muon", "adamw")
+    assert Run.of(TrainConfig(strategy="muloco", workers=2, optimizer="sgd")).config.optimizer == "sgd"
+    for inner, told in (
+        ("demo", "keeps the momentum itself"),
+        ("onebit-adam", "muloco trains islands by muon, and onebit"),
+    ):
+        with pytest.raises(ConfigError, match=f"{told}.*nearest: --inner ddp, or --strategy sparseloco"):
+            Run.of(TrainConfig(strategy="muloco", inner=inner, workers=2))
+    with pytest.raises(ConfigError, match="is a contraction"):
+        thinwire.strategy_named("muloco", codec="int2")
 
 
 def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
@@ -123,6 +144,91 @@ def stop_and_go_on(rank: int, world_size: int) -> tuple[list[str], list[str]]:
 def test_a_loaded_state_goes_on_bit_for_bit() -> None:
     for uninterrupted, resumed in run_workers(stop_and_go_on, 2):
         assert uninterrupted == resumed
+
+
+def moved(rank: int, world_size: int) -> dict[str, Any]:
+    """What an island owes, by parameter: at first, and under another cut where all have saved or only the first has."""
+
+    def start(**options: Any) -> tuple[Net, torch.optim.Optimizer, thinwire.Islands]:
+        model = Net(rank)
+        optimizer = adamw(model)
+        options = {"sync_every": EVERY, "codec": SPARSE, "announce": False} | options
+        return model, optimizer, thinwire.SparseLoCo(model, optimizer, **options)
+
+    def owed(islands: thinwire.Islands) -> dict[str, Tensor]:
+        exchanges, found = islands.loop.exchanges, dict[str, Tensor]()
+        for fragment, lost in zip(exchanges.fragments, residuals(exchanges), strict=True):
+            found |= fragment.views(lost)
+        return found
+
+    found: dict[str, Any] = {}
+    model, optimizer, islands = start()
+    train(model, optimizer, range(2 * EVERY), rank, world_size)
+    saved, found["saved"] = islands.state_dict(), owed(islands)
+    islands.close()
+    for name, has_own in (("both", True), ("first", rank == 0), ("none", False)):
+        _, _, islands = start(num_fragments=2, error_decay=0.5)
+        if name != "none":
+            assert islands.loop.owe(saved)
+        islands.loop.level(has_own=has_own)
+        found[name] = owed(islands) if islands.loop.exchanges.state.lost.tensors else {}  # type: ignore[union-attr]
+        islands.close()
+    # A fragment under way: the island's weights still have what was sent.
+    model, optimizer, islands = start(**STREAMS)
+    train(model, optimizer, range(2 * EVERY), rank, world_size)
+    flying = [islands.loop.exchanges.fragments[flight.fragment].names for flight in islands.loop.exchanges.flights]
+    found["flying"], found["left"] = flying, residuals_in(islands.state_dict(), owed_shapes(model))
+    islands.close()
+    return found
+
+
+def owed_shapes(model: Net) -> dict[str, torch.Size]:
+    return {name: param.shape for name, param in model.named_parameters()}
+
+
+def test_other_islands_and_methods_owe_the_mean_of_what_was_owed() -> None:
+    results = run_workers(moved, 2)
+    saved = [result["saved"] for result in results]
+    for result in results:
+        assert result["none"] == {} and result["both"].keys() == result["first"].keys() == saved[0].keys()
+        for name in saved[0]:
+            torch.testing.assert_close(result["both"][name], (saved[0][name] + saved[1][name]) / 2)
+            assert torch.equal(result["first"][name], saved[0][name])
+        (names,) = result["flying"]
+        assert not result["left"].keys() & set(names) and result["left"].keys() | set(names) == saved[0].keys()
+    assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def unpacked(rank: int, world_size: int) -> list[bool]:
+    """An exchange that a loss stopped before it was packed, saved and loaded, sends what it would have sent."""
+    model = Net()
+    optimizer = adamw(model)
+    islands = thinwire.SparseLoCo(model, optimizer, sync_every=EVERY, codec=SPARSE, overlap_steps=2, announce=False)
+    exchanges = islands.loop.exchanges
+    train(model, optimizer, range(EVERY), rank, world_size)
+    exchanges.wait_for_all()
+    (flight,) = exchanges.flights
+    assert flight.sync is not None
+    total, lost = flight.sync.total()[0], residuals(exchanges)[0]
+    # As it was before: of the first exchange, delta is all that the message and the error hold together.
+    own = flight.sync.codec.decode(flight.sync._packet(flight.sync.message), flight.sync.numel)
+    flight.sync.delta, flight.sync.message, flight.sync.received = own + lost, None, None
+    exchanges.state.lost["0"] = torch.zeros(len(lost))
+    state = islands.state_dict()
+    with pytest.raises(ConfigError, match="was saved without what it sends: go on from an earlier checkpoint"):
+        exchanges.load_state_dict(state | {"flights": [(0, 1, (0, 1), (*state["flights"][0][3][:5], None), False)]})
+    islands.load_state_dict(state)
+    exchanges.wait_for_all()
+    (again,) = exchanges.flights
+    assert again.sync is not None
+    pairs = (again.sync.total()[0], total), (residuals(exchanges)[0], lost)
+    same = [torch.allclose(one, other, atol=1e-6) for one, other in pairs]
+    islands.close()
+    return same
+
+
+def test_an_exchange_that_was_never_packed_is_saved_whole() -> None:
+    assert run_workers(unpacked, 2) == [[True, True]] * 2
 
 
 def one_goes_astray(rank: int, world_size: int) -> bool:

@@ -23,7 +23,7 @@ from thinwire.methods.ddp import DDPMethod
 from thinwire.state.clipping import clip_factor
 from thinwire.state.given import optimizer_options, same_on_all_ranks
 from thinwire.state.memory import Place
-from thinwire.state.replicas import check_layout, check_updates, unwrapped
+from thinwire.state.replicas import arithmetic_rows, check_layout, check_updates, unwrapped
 from thinwire.table import Row, announce as announce_table, sent_row
 
 log = logging.getLogger("thinwire")
@@ -133,6 +133,7 @@ class CompressedDDP:
         self._shapes = {name: param.shape for name, param in trained.items()}
         self.reduction = method.reduction(Place(self._shapes, comm.topology, comm.rank), seed)
         method.bind(self.reduction, trained, optimizer)
+        self._arithmetic = arithmetic_rows(comm, method.sample())
         self._reducer = BucketReducer(comm, self.reduction, trained, self._lrs, alone=method.whole_step)
         self._waits = False
         self._ddp = model
@@ -196,6 +197,7 @@ class CompressedDDP:
             ("topology", str(self.comm.topology), self.comm.topology_reason),
             (f"method {self.method.name}", "hook of DistributedDataParallel", ""),
             *self.reduction.rows(),
+            *self._arithmetic,
             *self._rows_on_learning_rates(),
             ("overlap", "buckets travel while backward goes on", "backward ends when all have arrived"),
             sent_row(self.bytes_per_step, plain),

@@ -23,7 +23,7 @@ from thinwire.hosts.ranks import Axis, Ranks, open_ranks
 from thinwire.methods.ddp import DDPMethod
 from thinwire.methods.reduction import Reduction
 from thinwire.state.memory import Place
-from thinwire.state.replicas import same_start, trained_parameters
+from thinwire.state.replicas import arithmetic_rows, same_start, trained_parameters
 from thinwire.table import Row
 
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def wrap_ddp(
     rows: list[Row] = [(f"strategy {strategy.name}", "on torch's DistributedDataParallel", ""), *reduction.rows()]
     if checked and not reduction.is_metered:
         rows.append(("--checked", "no effect on gradients", "torch's collectives put nothing in front of a message"))
-    rows.append(same_start(model, comm))
+    rows += [same_start(model, comm), *arithmetic_rows(comm, strategy.sample())]
     entry = WrappedModel(model, list(trained.values()))
     whole_mb = sum(shape.numel() * 4 for shape in shapes.values()) // MIB + 1
     with warnings.catch_warnings():
@@ -159,9 +159,12 @@ class DDPOptimizer(AgreeingOptimizer):
     def _reduce(self) -> None:
         if not self._reducer.all_launched:
             unused = [name for name, param in self.trained.items() if param.grad is None]
+            way = "set find_unused_parameters to True"
+            if not self._clips:
+                way = "freeze them with requires_grad_(False), since the method sends parts of earlier gradients of all"
             raise ConfigError(
                 f"DDP waits for every parameter, and {len(unused)} took no part in this step, such as {unused[:1]}: "
-                "use them, or set find_unused_parameters to True"
+                f"use them in every step, or {way}"
             )
         self._reducer.finish()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,8 +36,8 @@ class DeMo(DDPMethod):
         m <- m - IDCT(q)                      remove what was sent: the momentum is its own error feedback
         w <- w - lr sign(IDCT(mean over ranks of q))
 
-    A tensor of three dimensions is a stack of matrices; of more, all but the first count as columns. The update's size
-    does not depend on the gradients', so clipping has no effect. Takes SGD without momentum.
+    The experts of a layer are a stack of matrices; of other tensors all dimensions but the first count as columns. The
+    update's size does not depend on the gradients', so clipping has no effect. Takes SGD without momentum.
 
     Raises ConfigError for values out of range.
     Source: Peng, Quesnelle and Kingma, "Decoupled Momentum Optimization" (2024), algorithm 1.
@@ -90,6 +91,10 @@ class DeMo(DDPMethod):
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         check_plain_sgd(self.name, "signs", optimizer)
+
+    def sample(self) -> Sequence[Tensor]:
+        x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+        return (from_blocks(to_blocks(x, self.chunk, torch.empty(x.numel())), torch.empty(x.shape)),)
 
     def reduction(self, place: Place, seed: int) -> Reduction:
         return SignMean(self, place)

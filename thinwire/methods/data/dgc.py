@@ -133,8 +133,13 @@ class DGC(OnWholeStep, Plannable):
         return replace(self, warmup_steps=max(1, round(WARMUP_SHARE * num_steps / len(self.warmup))))
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is None or isinstance(optimizer, DGCSGD):
+        if isinstance(optimizer, DGCSGD):
             return
+        if optimizer is None:
+            raise ConfigError(
+                "dgc was given no optimizer, and corrects the momentum of SGD: give it yours, thinwire.DGCSGD, or "
+                "torch.optim.SGD with momentum=0"
+            )
         kind = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.SGD):
             raise ConfigError(
@@ -175,9 +180,7 @@ class SparseMean(WholeStep, Tunable):
 
     def bind(self, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
         momenta = {group["momentum"] for group in optimizer.param_groups} if isinstance(optimizer, DGCSGD) else set()
-        if optimizer is None:
-            self._unchecked = [("optimizer", "not known", "it must be SGD without momentum, or thinwire.DGCSGD")]
-        elif momenta - {self.method.momentum}:
+        if momenta - {self.method.momentum}:
             reason = f"dgc's is {self.method.momentum:g}: where they are equal, this is SGD with momentum"
             self._unchecked = [("momentum of weight decay", ", ".join(f"{m:g}" for m in sorted(momenta)), reason)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,11 +32,12 @@ from thinwire.methods.reduction import (
     sides,
     sum_bytes,
     sum_over_ranks,
+    thin_products,
 )
+from thinwire.optim.dion import unit_rows
 from thinwire.state.memory import MeanMerge, Merge, Place
 from thinwire.table import Row
 
-TINY = torch.finfo(torch.float32).tiny
 # Lion's b1 and b2. Its update of vectors, sign(b1 m + (1 - b1) g), is as large as an orthonormal one.
 BETA1, BETA2 = 0.95, 0.98
 
@@ -53,9 +55,10 @@ class Dion(DDPMethod):
         Q   <- R, its columns scaled to length 1
         w   <- w - lr sqrt(m / n) P Q^T
 
-    The mean of all M_i is the momentum that one process would have. A tensor of three dimensions is a stack of
-    matrices, such as the experts of a layer; of more, all but the first count as columns. Vectors and tensors under 256
-    elements take the update of Lion with their mean gradient. Takes SGD without momentum; clipping has no effect.
+    The mean of all M_i is the momentum that one process would have. Columns of R that are rounding beside the longest,
+    below 1e-5 of it, count as that long. The experts of a layer are a stack of matrices; of other tensors all but the
+    first dimension count as columns. Vectors and tensors under 256 elements take the update of Lion with their mean
+    gradient. Takes SGD without momentum; clipping has no effect.
 
     Raises ConfigError for values out of range, and for a codec of variable length.
     Source: Ahn, Xu, Abreu and Langford, "Dion: Distributed orthonormalized updates" (2025), algorithms 1 and 3; Lion:
@@ -100,6 +103,9 @@ class Dion(DDPMethod):
     def rank_of(self, shape: torch.Size) -> int:
         """Rank r for a gradient of this shape; 0 if it travels whole."""
         return min(self.rank, *sides(shape)[-2:]) if is_large_matrix(shape) else 0
+
+    def sample(self) -> Sequence[Tensor]:
+        return thin_products()
 
     def reduction(self, place: Place, seed: int) -> Reduction:
         return Orthonormal(self, place, seed)
@@ -158,7 +164,7 @@ class Orthonormal(Reduction):
             sent = r_own if lost is None else self._less(r_own, lost, link)
             for (name, grad), basis, own, r_sum in zip(thin.items(), bases, sent, r_sums, strict=True):
                 rows, columns = sides(grad.shape)[-2:]
-                q = (r_sum / r_sum.norm(dim=-1, keepdim=True).clamp_min(TINY)).mT
+                q = unit_rows(r_sum, r_sum.norm(dim=-1)).mT
                 grad.copy_((math.sqrt(rows / columns) * (basis @ q.mT)).view(grad.shape))
                 # If a gradient is not finite, P and Q are not finite either, on all ranks.
                 if torch.isfinite(grad).all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,9 @@ from thinwire.methods.packets import message_bytes, sections_of, sums_of
 from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step, is_large_matrix, seed_of
 from thinwire.state.memory import MeanMerge, Place
 from thinwire.table import Row
+
+# Elements by which a codec's error is measured.
+SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ class EF21(DDPMethod):
     """Codec C of the differences; see `thinwire codecs`."""
     fresh: float = 1.0
     """Share of the new gradient in the momentum that is sent, above 0 to 1; by default the gradient itself."""
-    shift: float = 1.0
+    shift: float | None = None
     """How far an estimate follows what is sent, above 0 to 1; 1, EF21, needs a contraction, and less, DIANA, an
-    unbiased codec."""
+    unbiased codec. By default 1 for a contraction, else 1 / (1 + omega) by the codec's error of normal values."""
     find_unused_parameters: bool = False
     """DDP's own option; set it for a model that leaves out parameters in some steps."""
 
@@ -53,14 +57,17 @@ class EF21(DDPMethod):
         check_types(self)
         for option in ("fresh", "shift"):
             value = getattr(self, option)
-            if not 0 < value <= 1:
+            if value is not None and not 0 < value <= 1:
                 nearest = 1 if value > 1 else 0.1
                 raise ConfigError(f"{option} {value} of ef21: must be above 0 and at most 1; nearest: {nearest}")
         traits = self.make().traits
         if self.shift == 1 and not traits.contraction:
-            hint = "a shift of 0.1" if traits.unbiased else "topk1%, sign or int4:nearest"
+            hint = "no shift, which suits it" if traits.unbiased else "topk1%, sign or int4:nearest"
             raise ConfigError(f"codec {self.codec} of ef21 with shift 1: must be a contraction; nearest: {hint}")
-        if self.shift < 1 and not traits.unbiased:
+        if self.shift is None and not traits.contraction and not traits.unbiased:
+            hint = "topk1%, sign, int4:nearest or int2"
+            raise ConfigError(f"codec {self.codec} of ef21: must be a contraction or unbiased; nearest: {hint}")
+        if self.shift is not None and self.shift < 1 and not traits.unbiased:
             raise ConfigError(f"codec {self.codec} of ef21 with shift {self.shift}: must be unbiased; nearest: shift 1")
 
     @property
@@ -75,8 +82,25 @@ class EF21(DDPMethod):
         """Codec C of the differences."""
         return codec_of(self, "codec", FIXED_SIZE)
 
+    @property
+    def pace(self) -> float:
+        """How far an estimate follows what is sent: `shift`, or what suits the codec."""
+        if self.shift is not None:
+            return self.shift
+        codec = self.make()
+        return 1.0 if codec.traits.contraction else fitting_shift(codec)
+
     def reduction(self, place: Place, seed: int) -> Reduction:
         return DifferenceMean(self, place, seed)
+
+
+@functools.cache
+def fitting_shift(codec: Codec) -> float:
+    """1 / (1 + omega) in two digits, the same on all ranks; omega: |C(x) - x|^2 / |x|^2 of normal values x."""
+    x = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))
+    off = codec.decode(codec.encode(x), SAMPLE).double() - x
+    omega = float(off.square().sum() / x.double().square().sum())
+    return float(f"{1 / (1 + omega):.2g}")
 
 
 class DifferenceMean(Reduction):
@@ -92,7 +116,7 @@ class DifferenceMean(Reduction):
 
     def __init__(self, method: EF21, place: Place, seed: int) -> None:
         super().__init__(place)
-        self.method, self.codec, self.seed = method, method.make(), seed
+        self.method, self.codec, self.pace, self.seed = method, method.make(), method.pace, seed
         row = "estimates of gradients"
         self.estimate = self.state.add("estimate", MeanMerge(row), self._large, row=row)
         self.mean = self.state.add("mean", MeanMerge(f"mean of {row}"), self._large, row=row)
@@ -118,8 +142,8 @@ class DifferenceMean(Reduction):
             torch.add(self.mean[name], total, out=grad)
             if torch.isfinite(total).all():
                 sent = section.codec.decode(section.of(message), section.num_elements).view(grad.shape)
-                self.estimate[name].add_(sent, alpha=self.method.shift)
-                self.mean[name].add_(total, alpha=self.method.shift)
+                self.estimate[name].add_(sent, alpha=self.pace)
+                self.mean[name].add_(total, alpha=self.pace)
                 if self.method.fresh < 1:
                     self.momentum[name] = fresh[name]
 
@@ -145,7 +169,9 @@ class DifferenceMean(Reduction):
 
     def rows(self) -> list[Row]:
         num_large, method = len(self.estimate.shapes()), self.method
-        way = "EF21" if method.shift == 1 else f"DIANA, shift {method.shift:g}"
+        way = "EF21" if self.pace == 1 else f"DIANA, shift {self.pace:g}"
+        if method.shift is None and self.pace < 1:
+            way += " by the codec's error"
         held = f"{sum(self.state.kept_bytes().values()) / 1e6:.1f} MB are held for it"
         what = "the gradient" if method.fresh == 1 else f"its momentum, of which {method.fresh:g} is new in each step"
         return [

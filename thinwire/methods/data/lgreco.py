@@ -154,6 +154,9 @@ class LGreCo(DDPMethod):
     def whole_step(self) -> bool:
         return self.base.whole_step
 
+    def sample(self) -> Sequence[Tensor]:
+        return self.base.sample()
+
     @property
     def optimizers(self) -> tuple[str, ...]:
         return self.base.optimizers

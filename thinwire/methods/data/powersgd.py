@@ -21,7 +21,7 @@ from thinwire.layout.layout import Layout, sliced
 from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
 from thinwire.methods.plannable import Plannable, Tunable
-from thinwire.methods.reduction import FP32, Bucket, Step, seed_of, sum_bytes, sum_over_ranks
+from thinwire.methods.reduction import FP32, Bucket, Step, seed_of, sides, sum_bytes, sum_over_ranks, thin_products
 from thinwire.state.memory import Merge, Place, Residual
 from thinwire.table import Row
 
@@ -38,8 +38,8 @@ class PowerSGD(Plannable):
         P  = orthonormal basis of the columns of sum_ranks M Q        n x r
         Q  = (1/P) sum_ranks M^T P                                    m x r
         E  = M - P (M^T P)^T       and P Q^T replaces G
-    The first Q is drawn from the seed. Vectors travel in fp32. A tensor of three dimensions, such as the experts of a
-    layer, is a stack of matrices with factors of their own where that takes fewer bytes than one matrix.
+    The first Q is drawn from the seed. Vectors travel in fp32. The experts of a layer are a stack of matrices with
+    factors of their own; of other tensors all dimensions but the first count as columns.
 
     Raises ConfigError for a rank below 1, a start_step below 0, a min_compression below 1, and a codec that is no
     contraction.
@@ -80,6 +80,9 @@ class PowerSGD(Plannable):
     def settled_after(self) -> int:
         return self.start_step
 
+    def sample(self) -> Sequence[Tensor]:
+        return thin_products()
+
     def reduction(self, place: Place, seed: int) -> LowRankMean:
         return LowRankMean(self, place, seed)
 
@@ -104,7 +107,7 @@ class PowerSGD(Plannable):
 
     def errors(self, x: Tensor, settings: Sequence[float]) -> list[float]:
         """|x - best approximation of that rank|: the root of the sum of the squared remaining singular values."""
-        matrix = x.reshape(as_matrices(x.shape)).double()
+        matrix = x.reshape(sides(x.shape)).double()
         gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
         ascending = torch.linalg.eigvalsh(gram).clamp_(min=0)
         lost = ascending.view(-1, ascending.shape[-1]).sum(0).cumsum(0).sqrt().tolist()
@@ -116,18 +119,9 @@ class PowerSGD(Plannable):
         return round(num_elements * self.codecs[0].bits_per_element / 8)
 
 
-def as_matrices(shape: torch.Size) -> torch.Size:
-    """The shape [n, m] of a tensor as a matrix, whose further dimensions are columns; or [stack, n, m].
-
-    Three dimensions stay a stack where its factors, of one rank, have fewer elements than those of one matrix.
-    """
-    one = torch.Size([shape[0], math.prod(shape[1:])])
-    return shape if len(shape) == 3 and shape[0] * (shape[1] + shape[2]) < sum(one) else one
-
-
 def factors(shape: torch.Size) -> tuple[int, int]:
     """Elements of P and of Q of rank 1."""
-    *stack, n, m = as_matrices(shape)
+    *stack, n, m = sides(shape)
     return math.prod(stack) * n, math.prod(stack) * m
 
 
@@ -150,13 +144,13 @@ class LowRankMean(Tunable):
         self.q = self.state.add("q", Merge.SAME, self._q_shape, row="factors")
 
     def _error_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
-        return as_matrices(shape) if self._rank_of(name, shape) else None
+        return sides(shape) if self._rank_of(name, shape) else None
 
     def _q_shape(self, name: str, shape: torch.Size) -> torch.Size | None:
         rank = self._rank_of(name, shape)
         if not rank:
             return None
-        *stack, _, columns = as_matrices(shape)
+        *stack, _, columns = sides(shape)
         return torch.Size([*stack, columns, rank])
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
@@ -192,7 +186,7 @@ class LowRankMean(Tunable):
 
     def _matrix(self, name: str, grad: Tensor) -> Tensor:
         """M = G + E, in its own memory, so that matrix products do not depend on the gradient's place in a bucket."""
-        return self.error[name] + grad.reshape(as_matrices(grad.shape))
+        return self.error[name] + grad.reshape(sides(grad.shape))
 
     def _rank_of(self, name: str, shape: torch.Size) -> int:
         return int(self.settings.get(name, self.method.rank_of(shape)))
@@ -236,7 +230,7 @@ class LowRankMean(Tunable):
         method, shapes = self.method, self.place.shapes
         num_thin = sum(method.rank_of(shape) > 0 for shape in shapes.values())
         held = sum(self.state.kept_bytes().values())
-        num_stacks = sum(method.rank_of(shape) > 0 and len(as_matrices(shape)) == 3 for shape in shapes.values())
+        num_stacks = sum(method.rank_of(shape) > 0 and len(sides(shape)) == 3 for shape in shapes.values())
         stacks = f" ({num_stacks} of them stacks of matrices)" if num_stacks else ""
         effect = f"{num_thin} of {len(shapes)} as factors of rank {method.rank} in {method.codec}{stacks}, "
         return [

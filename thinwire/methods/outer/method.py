@@ -131,8 +131,9 @@ class OuterMethod:
     def state(self, fragments: list[Layout]) -> OuterState:
         """The state that an island's first rank keeps between exchanges."""
         return OuterState(
-            fragments, is_corrected=self.correction is not None, has_feedback=self.error_decay is not None
-        )
+            fragments, has_momentum=self.outer_momentum > 0, is_corrected=self.correction is not None,
+            has_feedback=self.error_decay is not None,
+        )  # fmt: skip
 
     @property
     def rule(self) -> Nesterov:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,18 +43,20 @@ class OuterState(State):
     """State of an island's first rank between exchanges: for each fragment, by its number, fp32 [numel] on the CPU.
 
     Attributes:
-        parameters, momentum: of the outer optimizer; the same on all islands.
+        parameters, momentum: of the outer optimizer; the same on all islands. None: without momentum.
         correction: the mean of the islands' h, see ProximalCorrection; the same on all islands; None: no correction.
         lost: error feedback of this island's outer gradients; None: no error feedback.
         numbers: exchanges applied so far, by fragment.
     """
 
-    def __init__(self, fragments: Sequence[Layout], *, is_corrected: bool, has_feedback: bool) -> None:
+    def __init__(
+        self, fragments: Sequence[Layout], *, has_momentum: bool, is_corrected: bool, has_feedback: bool
+    ) -> None:
         shapes = {str(number): torch.Size([fragment.numel]) for number, fragment in enumerate(fragments)}
         super().__init__(Place(shapes, Topology(1, 1)))
-        row = "outer parameters and momentum"
+        row = "outer parameters and momentum" if has_momentum else "outer parameters"
         self.parameters = self.add("parameters", Merge.SAME, row=row)
-        self.momentum = self.add("momentum", Merge.SAME, row=row)
+        self.momentum = self.add("momentum", Merge.SAME, row=row) if has_momentum else None
         self.correction = self.add("correction", Merge.SAME, row="outer correction") if is_corrected else None
         self.lost = self.add("lost", Merge.OWN, row="error feedback of outer gradients") if has_feedback else None
         self.numbers = [0] * len(fragments)
@@ -74,9 +76,9 @@ class OuterFragment:
         return self._state.parameters[str(self._index)]
 
     @property
-    def momentum(self) -> Tensor:
-        """buf, fp32 [numel]."""
-        return self._state.momentum[str(self._index)]
+    def momentum(self) -> Tensor | None:
+        """buf, fp32 [numel]; None without momentum."""
+        return None if self._state.momentum is None else self._state.momentum[str(self._index)]
 
     @property
     def correction(self) -> Tensor | None:
@@ -121,8 +123,10 @@ class OuterFragment:
         """
         if weights:
             mean = total / weights
-            self.momentum.mul_(rule.momentum).add_(mean)
-            self.parameters.sub_(mean.add_(self.momentum, alpha=rule.momentum), alpha=rule.lr)
+            if (momentum := self.momentum) is not None:
+                momentum.mul_(rule.momentum).add_(mean)
+                mean.add_(momentum, alpha=rule.momentum)
+            self.parameters.sub_(mean, alpha=rule.lr)
         if self.correction is not None:
             self.correction.sub_(total, alpha=1 / num_islands)
             self.parameters.add_(self.correction)
@@ -149,10 +153,27 @@ def parameters_in(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]])
 
     shapes: of the model's parameters.
     """
-    found: dict[str, Tensor] = {}
+    return _by_name(state, "parameters", shapes)
+
+
+def residuals_in(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The error feedback of outer gradients by name, likewise; without that of fragments under way.
+
+    The island's own weights still have what those sent, and part of it is in the error too.
+    """
+    flying = {fragment for fragment, _, _, _, is_applied in state["flights"] if not is_applied}
+    return _by_name(state, "lost", shapes, flying)
+
+
+def _by_name(
+    state: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequence[int]], without: Collection[int] = ()
+) -> dict[str, Tensor]:
+    """A kind of tensor of an OuterState, by parameter, without that of some fragments."""
+    found, held = dict[str, Tensor](), state["outer"].get(kind, {})
     for number, names in enumerate(state["names"]):
-        fragment = Layout.of({name: torch.Size(shapes[name]) for name in names}, unit=state["block"])
-        found |= fragment.views(state["outer"]["parameters"][str(number)])
+        if number not in without and str(number) in held:
+            fragment = Layout.of({name: torch.Size(shapes[name]) for name in names}, unit=state["block"])
+            found |= fragment.views(held[str(number)])
     return found
 
 

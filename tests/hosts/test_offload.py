@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,12 @@ from thinwire import Residency
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload import replicas, spill
+from thinwire.hosts.offload.budget import fitted
+from thinwire.hosts.offload.journal import locked
 from thinwire.layout import buckets
+from thinwire.methods.memory import LENT_RATE, Setup
+from thinwire.models import FirstWeights
+from thinwire.models.build import build_model, build_skeleton
 
 NAMES = ("zero", "sdp4bit-loco", "frontier")
 STEPS = 3
@@ -407,6 +415,117 @@ class Views(torch.nn.Module):
         return (x @ first).square().mean()
 
 
+def cut_from_nothing(rank: int, world_size: int) -> list[Any]:
+    """Losses of weights that are cut over ranks, from a whole model and from none; the most that was whole then."""
+    found, most, num_params = list[Any](), 0, 0
+    for is_hollow in (False, True):
+        model: Any = build_model("tiny", 300, 16)
+        initial: Any = None
+        if is_hollow:
+            skeleton: Any = build_skeleton("tiny", 300, 16)
+            model, first = thinwire.hollow(skeleton), FirstWeights(skeleton, 0)
+
+            def initial(name: str, model: Any = model, first: Any = first) -> torch.Tensor:
+                nonlocal most
+                most = max(most, sum(param.untyped_storage().nbytes() > 0 for param in model.parameters()))
+                return first(name)
+
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        num_params = len(list(model.parameters()))
+        method = thinwire.Frontier(weights_over=2, gradients_over=2)
+        _, optimizer = thinwire.zero(model, adamw, method, local_size=2, initial=initial, announce=False)
+        losses = []
+        for step in range(3):
+            tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(step))
+            losses.append(model(tokens, tokens))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([float(loss.detach()) for loss in losses])
+        optimizer.close()
+    return [*found, most, num_params]
+
+
+def test_weights_that_are_cut_are_never_whole() -> None:
+    for whole, cut, most, num_params in run_workers(cut_from_nothing, 2):
+        assert cut == whole
+        # Those of a layer, which is a bucket.
+        assert most <= num_params / 2
+
+
+def without_a_folder(rank: int, world_size: int, folder: Path) -> list[Any]:
+    """The limit of the process before, in and behind a training under a budget; and its start-up table."""
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    os.environ |= {"TMPDIR": str(folder), LENT_RATE: "4gb/s"}
+    tempfile.tempdir = None
+    model = Views()
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    residency = Residency(memory="3gb", weights="disk", optimizer="disk")
+    _, optimizer = thinwire.zero(model, adamw, thinwire.SDP4Bit(), residency=residency, announce=False)
+    model(torch.ones(4, 16)).backward()
+    optimizer.step()
+    limits = [before, resource.getrlimit(resource.RLIMIT_DATA)[0]]
+    table = optimizer.describe()
+    optimizer.close()
+    resource.setrlimit(resource.RLIMIT_DATA, (2_000_000_000, most))
+    adamw = torch.optim.AdamW(Views().parameters())
+    unstated, rows = fitted(Residency(), Setup(thinwire.SDP4Bit(), Views(), optimizer.comm.topology))
+    resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+    return [[*limits, resource.getrlimit(resource.RLIMIT_DATA)[0]], table, unstated.memory, rows]
+
+
+def test_a_budget_is_kept_by_the_kernel_and_needs_no_folder(tmp_path: Path) -> None:
+    ((limits, table, memory, rows),) = run_workers(without_a_folder, 1, tmp_path)
+    assert limits == [limits[0], 3_000_000_000, limits[0]] and limits[0] != limits[1]
+    told = {row[0]: row[1:] for row in table}
+    assert told["store"][0].startswith(str(tmp_path)) and told["disk rate"][0] == "4gb/s"
+    assert told["disk"][0] == "held to 4gb/s"
+    assert "MB written in a step" in told["wear of the disk"][0] and "TB a day" in told["wear of the disk"][1]
+    assert memory == "2000000000b" and [row[0] for row in rows] == ["memory", "store", "disk rate"]
+
+
+def foreign(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What is told of a folder that another run has used: with other seeds, another optimizer, on the second rank."""
+    found = []
+    for number, (kind, seed) in enumerate([*[("adamw", 0)] * 2, *[("adamw", 1)] * 3, ("sgd", 1)]):
+        model = Views()
+        made = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
+        inner = made(model.parameters(), lr=0.1)
+        # The fourth run leaves a step of its own on one rank alone.
+        store = folder / ("other" if number == 3 and rank else "store")
+        residency = Residency(store=str(store), durable=True)
+        _, optimizer = thinwire.zero(
+            model, inner, thinwire.Zero(), seed=seed, residency=residency, local_size=1, announce=False
+        )
+        assert optimizer.journal is not None
+        found.append(" ".join(optimizer.journal.row))
+        model(torch.ones(4, 16)).backward()
+        optimizer.step()
+        optimizer.commit({})
+        if number == 0 and rank == 0:
+            other = os.fork()
+            if not other:
+                try:
+                    locked(optimizer.journal.folder)
+                except ConfigError as error:
+                    os._exit(42 if "another run" in str(error) else 1)
+                os._exit(0)
+            found.append(str(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])))
+        optimizer.close()
+    return found
+
+
+def test_a_durable_step_of_another_run_is_never_gone_on_from(tmp_path: Path) -> None:
+    first, second = run_workers(foreign, 2, tmp_path)
+    assert first.pop(1) == "42"
+    for told in (first, second):
+        assert "every step" in told[0] and "goes on behind step 1" in told[1]
+        assert "begins anew a run of seed 0 has written it, and this one has 1" in told[2]
+        # Both have a step of a run of this seed and optimizer, but not of the same run.
+        assert "begins anew no step is on the disks of all ranks" in told[4]
+        assert "begins anew a run of optimizer AdamW has written it, and this one has SGD" in told[5]
+
+
 def edited(rank: int, world_size: int, folder: Path) -> list[list[Any]]:
     """Input gradients, weights after a step, and weights after an edit by hand and another one; memory, then disk."""
     cut_small()
@@ -492,11 +611,15 @@ def test_an_embedding_on_the_disk_is_that_of_memory_and_only_its_rows_are_read(t
 def refused(rank: int, world_size: int) -> list[str]:
     found = []
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}), ("adamw", {}),
+        ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}),
+        ("adamw", {"durable": True}), ("adamw", {"memory": "300mb"}), ("adamw", {"memory": "800mb"}),
         ("mfac", {"store": "/var/tmp", "durable": True}),
     ]  # fmt: skip
     for optimizer, options in cases:
-        model = torch.nn.Linear(4, 4)
+        # Whole in memory already, and never written.
+        num, size = (40, 2048) if options.get("memory") == "800mb" else (1, 4)
+        layers = (torch.nn.utils.skip_init(torch.nn.Linear, size, size) for _ in range(num))
+        model = torch.nn.Sequential(*layers)
         params = list(model.parameters())
         kinds: dict[str, Any] = {"muon": thinwire.Muon, "mfac": thinwire.MFAC, "adamw": torch.optim.AdamW}
         made = kinds[optimizer](params)
@@ -509,8 +632,13 @@ def refused(rank: int, world_size: int) -> list[str]:
 def test_what_can_not_lie_on_a_disk_is_refused() -> None:
     (found,) = run_workers(refused, 1)
     for message, part in zip(
-        found, ("nearest: adamw or apollo", "lies on tmpfs", "no store is stated", "one slot each"), strict=True
-    ):
+        found,
+        (
+            "nearest: adamw or apollo", "lies on tmpfs", "no store is stated, and a durable run",
+            "below the floor of 544 MB", "this process has", "one slot each",
+        ),
+        strict=True,
+    ):  # fmt: skip
         assert part in message
 
 

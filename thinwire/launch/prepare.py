@@ -34,7 +34,7 @@ from thinwire.layout.mesh import MeshShape, check_beside
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Residency, check_across, check_at_once, resident_method
+from thinwire.methods.memory import Floor, Residency, check_across, check_at_once, resident_method
 from thinwire.methods.pipeline.across import REPLICAS
 from thinwire.methods.pipeline.cut import SPREAD, layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
@@ -313,7 +313,8 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         limits = limits_itself(run.config.optimizer or "")
         check_at_once(residency, optimizer, limits=limits, max_norm=config.grad_clip)
     problems.raise_any()
-    residency, floor = resolved(run, model)
+    residency, setup = resolved(run, model)
+    floor = Floor.of(residency, setup)
     if config.compile and (
         residency.weights == "disk" or residency.activations not in ("auto", "keep") or residency.tile is not None
     ):
@@ -455,7 +456,8 @@ def check_data(config: TrainConfig) -> None:
 def check_model(config: TrainConfig) -> nn.Module | None:
     """The model without memory.
 
-    Of a transformers model only the config is checked, unless its experts lie on several ranks.
+    Of a transformers model only the config is checked, unless its experts lie on several ranks, or a part of it on a
+    disk.
     """
     problems = Problems()
     tokenizer = problems.note(load_tokenizer, config.tokenizer)
@@ -466,8 +468,8 @@ def check_model(config: TrainConfig) -> nn.Module | None:
     if tokenizer is None or config.seq_len <= 0:
         return None
     if config.model.startswith("hf:"):
-        has_experts = EXPERTS in config.tables or config.mesh_shape.expert > 1
-        return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len) if has_experts else None
+        asks = EXPERTS in config.tables or config.mesh_shape.expert > 1 or RESIDENCY in tables_in_effect(config)
+        return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len) if asks else None
     with torch.device("meta"):
         return build_model(
             config.model,

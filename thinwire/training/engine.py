@@ -330,16 +330,14 @@ class Built(NamedTuple):
 
 
 def built(run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: Device) -> Built:
-    """The model of a run; of one that lies on a disk or is cut into stages only shapes, and its first weights."""
+    """The model of a run; of one that lies on a disk, or is cut, only shapes, and what gives its first weights."""
     config, residency = run.config, run.residency
-    size = config.model, vocab_size, config.seq_len
-    if residency is not None and not config.model.startswith("hf:"):
-        skeleton = build_skeleton(*size, fields)
-        residency, _ = resolved(run, skeleton)
-        if residency.weights == "disk" and type(skeleton) is Llama:
-            return Built(hollow(skeleton), residency, FirstWeights(skeleton, config.seed))
-    why = ""
-    if config.mesh_shape.pipeline > 1:
+    size, why = (config.model, vocab_size, config.seq_len), ""
+    passes = config.mesh_shape.pipeline > 1
+    if residency is not None:
+        residency, setup = resolved(run, build_skeleton(*size, fields))
+        passes = passes or (device.torch.type == "cpu" and (residency.weights == "disk" or setup.is_cut))
+    if passes:
         shapes, initial, why = unfilled(run, vocab_size, fields)
         if shapes is not None:
             return Built(hollow(shapes, device.torch), residency, initial)
@@ -349,7 +347,7 @@ def built(run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: D
 def unfilled(
     run: Run, vocab_size: int, fields: Mapping[str, Any] | None
 ) -> tuple[nn.Module | None, Callable[[str], Tensor] | None, str]:
-    """A model without memory for its parameters and what gives them, for stages; or why it must be built whole."""
+    """A model without memory for its parameters, and what gives them; or why it must be built whole."""
     config = run.config
     if config.mesh_shape.tensor > 1:
         return None, None, "the tensor axis cuts matrices before stages are cut"

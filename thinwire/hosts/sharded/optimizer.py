@@ -24,7 +24,7 @@ from thinwire.hosts.sharded.guard import guard
 from thinwire.hosts.sharded.held import HeldGradients
 from thinwire.hosts.sharded.memory import Memory
 from thinwire.hosts.sharded.owned import Owned, States, StatesInMemory
-from thinwire.hosts.sharded.passing import PassingWeights
+from thinwire.hosts.sharded.passing import PassingWeights, set_whole
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState, layout_of
 from thinwire.hosts.sharded.weights import Weights
@@ -102,6 +102,9 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
                 for name in layout.names:
                     params[name].data = initial(name)
             bucket = FlatBucket(layout, params, comms[layout.group], ranks.comm.world_size, has_masters)
+            if initial is not None and layout.levels.weights_over > 1:
+                # No rank ever has all of them.
+                set_whole(bucket, False)
             if residence is not None:
                 residence.take(bucket)
             return bucket
@@ -142,7 +145,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
                 self.states = pieces = residence.pieces(inner, self._weights, parts)
                 self._sums = self._join(inner, pieces.owned, across, pieces.bring)
             elif not has_masters:
-                self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets))
+                self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets), seed)
         self._saved = ShardedState(
             method, self.states, self._weights, self.comm, self.buckets, self.memory.state, tiling
         )

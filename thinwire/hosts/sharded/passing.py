@@ -43,7 +43,7 @@ class PassingWeights(Weights):
 
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, *, overlap: bool) -> None:
         super().__init__(units, seeds, AHEAD if overlap else None)
-        self._passages = {unit: Passage() for unit in units}
+        self._passages = {unit: Passage(bool(unit.buckets[0].live.untyped_storage().nbytes())) for unit in units}
         for unit in units:
             self._note(unit)
             assert unit.unit.module is not None
@@ -90,7 +90,7 @@ class PassingWeights(Weights):
         was_coming, passage = self.wait(unit), self._passages[unit]
         if not passage.is_whole:
             for bucket in unit.buckets:
-                _set_whole(bucket, True)
+                set_whole(bucket, True)
                 passage.gathering.append(bucket.comm.submit(bucket.gather))
             passage.is_whole = True
         # Behind the gather, which somebody waits for.
@@ -151,7 +151,7 @@ class PassingWeights(Weights):
             self._arrive(unit)
             self._take_edited(unit)
             for bucket in unit.buckets:
-                _set_whole(bucket, False)
+                set_whole(bucket, False)
             passage.is_whole = passage.is_kept = False
 
     def _note(self, unit: LiveUnit) -> None:
@@ -167,7 +167,7 @@ class PassingWeights(Weights):
         self._note(unit)
 
 
-def _set_whole(bucket: FlatBucket, is_whole: bool) -> None:
+def set_whole(bucket: FlatBucket, is_whole: bool) -> None:
     """Give `live` its memory, with undefined content, or free it. The parameters stay views into it."""
     try:
         bucket.live.untyped_storage().resize_(bucket.live.nbytes if is_whole else 0)

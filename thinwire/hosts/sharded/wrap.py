@@ -23,10 +23,10 @@ from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Axis, along, open_ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
+from thinwire.hosts.sums import across_of
 from thinwire.layout.levels import Levels
-from thinwire.methods.memory import Residency, same_everywhere, settled
+from thinwire.methods.memory import Residency, Setup, placed, same_everywhere
 from thinwire.methods.sharded import ShardedMethod
-from thinwire.optim import SummingOptimizer
 from thinwire.state.elementwise import check_elementwise, needs_whole_tensors
 from thinwire.state.given import Given, optimizer_options, parameters_of, same_on_all_ranks
 from thinwire.state.replicas import check_device, digest, equal_bits, odd_ranks
@@ -79,7 +79,8 @@ def zero(
         overlap: let weights arrive during the next forward; then call optimizer.synchronize() before you read weights.
         seed: of stochastic rounding.
         timeout_s, checked: see Communicator.
-        residency: which parts lie on a disk; None: none.
+        residency: which parts lie on a disk; None: none. Its `memory` becomes the process's limit (RLIMIT_DATA) until
+            `optimizer.close()`.
         initial: for a model made by `thinwire.hollow`: returns the first values of a parameter by name, the same on all
             ranks. Each is asked for once: matrices in order of registration, vectors separately. If it has a method
             `part(name, rows, columns)`, that is asked for tiles.
@@ -138,11 +139,17 @@ def zero(
     residence = None
     if residency is not None:
         # Few runs need it.
+        from thinwire.hosts.offload.budget import fitted
         from thinwire.hosts.offload.residence import Residence
 
-        across = isinstance(optimizer, SummingOptimizer)
-        residency = settled(residency, method, model, ranks.comm.topology, across=across)
-        residence = Residence.of(residency, model, inner=optimizer, units=units, device=device, comm=ranks.comm)
+        setup = Setup(method, model, ranks.comm.topology, across=across_of(optimizer, model))
+        residency, rows = fitted(residency, setup)
+        notes += rows
+        parts = list(placed(residency, setup))
+        moves = sum(part.read for part in parts), sum(part.written for part in parts)
+        residence = Residence.of(
+            residency, model, inner=optimizer, units=units, device=device, comm=ranks.comm, moves=moves
+        )
     sharded = ShardedOptimizer(
         model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes,
         residence=residence, initial=initial, tiling=tiling,

@@ -62,7 +62,8 @@ class Residency:
     memory: str | None = None
     """Most memory of each process, such as 2gb. By default the process's own limit (ulimit -d), or none."""
     store: str | None = None
-    """Folder for what does not fit, on a disk of this machine. `thinwire train` takes RUN_DIR/store by default."""
+    """Folder for what does not fit, on a disk of this machine. `thinwire train` takes RUN_DIR/store by default;
+    elsewhere it is a folder of this user's among temporary files."""
     weights: Literal["auto", "memory", "disk"] = "auto"
     """Where whole weights lie: memory, disk, or auto: on the disk if the budget is too small for them and their
     gradients."""
@@ -174,10 +175,17 @@ class Residency:
         return None if self.disk_rate is None else read_byte_rate(self.disk_rate)
 
     @property
+    def needs_store(self) -> bool:
+        """Whether something lies on a disk."""
+        return self.weights == "disk" or self.gradients == "disk" or self.optimizer != "memory" or self.spills
+
+    @property
     def folder(self) -> Path:
         """The folder on the disk. Raises ConfigError if none is stated."""
         if self.store is None:
-            raise ConfigError("residency: no store is stated for what does not fit in memory: name a folder on a disk")
+            raise ConfigError(
+                "residency: no store is stated, and a durable run must find it again: name a folder on a disk"
+            )
         return Path(self.store).expanduser()
 
     @property

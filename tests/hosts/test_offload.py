@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from thinwire.layout import buckets
 from thinwire.methods.memory import LENT_RATE, Setup
 from thinwire.models import FirstWeights
 from thinwire.models.build import build_model, build_skeleton
+from thinwire.tiers import DiskFile
 
 NAMES = ("zero", "sdp4bit-loco", "frontier")
 STEPS = 3
@@ -170,6 +172,61 @@ def gone_on(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
             replica.optimizer.close()
             journal.delete()
     return told
+
+
+def torn(rank: int, world_size: int, folder: Path, at: int) -> str:
+    """Steps that are kept, and one more, in whose write number `at` the second rank is killed: half is written."""
+    cut_small()
+    replica = Replica.make("zero", rank, world_size, 0, 1, durable(folder / str(at))["weights"])
+    for step in range(STEPS):
+        replica.step(step)
+        replica.optimizer.commit({})
+    write, count = DiskFile.write, 0
+
+    def torn_write(self: DiskFile, place: int, memory: torch.Tensor) -> None:
+        nonlocal count
+        count += rank == 1 and self.path is not None
+        if count == at:
+            memory[len(memory) // 2 :] = 255
+        write(self, place, memory)
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    DiskFile.write = torn_write  # type: ignore[method-assign]
+    try:
+        replica.step(STEPS)
+        replica.optimizer.commit({})
+        replica.step(STEPS + 1)
+    except RuntimeError as error:
+        return str(error)
+    return "nobody was killed"
+
+
+def gone_on_from_torn(rank: int, world_size: int, folder: Path, places: list[int]) -> list[Any]:
+    """What two more steps find of each run that was killed."""
+    cut_small()
+    found = []
+    for at in places:
+        replica = Replica.make("zero", rank, world_size, 9, 1, durable(folder / str(at))["weights"])
+        assert replica.optimizer.journal is not None
+        assert replica.optimizer.steps == STEPS, replica.optimizer.journal.row
+        assert isinstance(replica.model, Net)
+        replica.model.fixed.load_state_dict(Net(0).fixed.state_dict())
+        found.append(followed(replica, STEPS, 2))
+        replica.optimizer.close()
+    return found
+
+
+def test_a_process_killed_in_the_middle_of_a_write_goes_on_behind_the_step_before(
+    first: list[dict[Any, Any]], tmp_path: Path
+) -> None:
+    """In the first write of a step, and in a later one."""
+    places = [1, 5]
+    for at in places:
+        assert "rank 1" in run_workers(torn, 2, tmp_path, at, may_die=(1,))[0]
+    for own, found in zip(first, run_workers(gone_on_from_torn, 2, tmp_path, places), strict=True):
+        for each in found:
+            assert_same(each, own["zero", "weights"][1])
 
 
 def across(

@@ -47,8 +47,8 @@ class Replicas:
     """The whole weights of large buckets in one file. As many as `capacity_bytes` allows are also in memory.
 
     The order of use is learnt: an update goes through all buckets in order of forward, and each step is expected to use
-    them in the same order as the last. The next bucket is read ahead, and the one that is needed last is evicted. If a
-    step uses another order, buckets are loaded on demand.
+    them in the same order as the last. The next buckets are read ahead, as many as fit, and the one that is needed last
+    is evicted. If a step uses another order, buckets are loaded on demand.
 
     A bucket's memory comes and goes inside the same storage, so that views of it, such as those that autograd saves,
     never show another bucket's weights.
@@ -232,19 +232,18 @@ class Replicas:
         spot.is_here = False
 
     def _read_ahead(self) -> None:
-        """Start to read the next bucket that is not in memory, unless that would evict one needed earlier."""
-        if any(spot.reading is not None and not spot.reading.done() for spot in self.spots.values()):
-            return
-        following = next((b for b in self._order[self._at :] if not self.spots[b].is_here), None)
-        if following is None:
-            return
-        missing = self.used_bytes + self.spots[following].num_bytes - self.capacity_bytes
-        victim = self._victim() if missing > 0 else None
-        if missing <= 0 or (
-            victim is not None
-            and self.spots[victim].num_bytes >= missing
-            and self._next_use(victim) > self._next_use(following)
-        ):
+        """Start to read the next buckets that are not in memory, as many as fit beside those needed earlier."""
+        for following in self._order[self._at :]:
+            if self.spots[following].is_here:
+                continue
+            missing = self.used_bytes + self.spots[following].num_bytes - self.capacity_bytes
+            victim = self._victim() if missing > 0 else None
+            if missing > 0 and (
+                victim is None
+                or self.spots[victim].num_bytes < missing
+                or self._next_use(victim) <= self._next_use(following)
+            ):
+                return
             self._begin(following)
 
     def _read(self, bucket: FlatBucket, spot: Spot) -> None:

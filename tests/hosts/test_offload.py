@@ -50,9 +50,9 @@ def ways(folder: Path) -> dict[str, Residency | None]:
     }
 
 
-def sampled(folder: Path, weights: Any) -> Residency:
+def sampled(folder: Path, weights: Any, activations: str = "sample:0.5") -> Residency:
     """Half of the rows of what linear layers are given are kept."""
-    return Residency(store=str(folder / "store"), weights=weights, optimizer="memory", activations="sample:0.5")
+    return Residency(store=str(folder / "store"), weights=weights, optimizer="memory", activations=activations)
 
 
 def cut_small() -> None:
@@ -83,8 +83,11 @@ def first_runs(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
             tiers = replica.optimizer.tiers
             told["read", name, way] = tiers.snapshot().read_bytes if tiers is not None else 0
             replica.optimizer.close()
-    for way in ("memory", "disk"):
-        replica = Replica.make("zero", rank, world_size, 0, 1, sampled(folder, way))
+    for way, weights, activations in (
+        ("memory", "memory", "sample:0.5"), ("disk", "disk", "sample:0.5"),
+        ("computed again", "memory", "recompute+sample:0.5"), ("from the disk", "disk", "recompute:disk+sample:0.5"),
+    ):  # fmt: skip
+        replica = Replica.make("zero", rank, world_size, 0, 1, sampled(folder, weights, activations))
         before = followed(replica, 0, STEPS)
         replica.save(folder / "sampled" / way, STEPS)
         told["sampled", way] = before, followed(replica, STEPS, 2)
@@ -367,7 +370,7 @@ def test_slices_of_a_micro_batch_read_weights_once(first: list[dict[Any, Any]]) 
 def test_sampled_rows_are_the_same_wherever_weights_lie_and_behind_a_restart(first: list[dict[Any, Any]]) -> None:
     for told in first:
         before, after = told["sampled", "memory"]
-        for way in ("disk", "again"):
+        for way in ("disk", "again", "computed again", "from the disk"):
             assert_same(told["sampled", way][0], before)
             assert_same(told["sampled", way][1], after)
         exact = told["zero", "memory"][0]

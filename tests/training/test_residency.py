@@ -13,7 +13,7 @@ from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.offload.hollow import is_hollow
 from thinwire.launch.line import read_config
-from thinwire.launch.prepare import plan
+from thinwire.launch.prepare import check_norms, plan
 from thinwire.methods.memory import Floor, efficiency
 from thinwire.models.build import build_skeleton
 from thinwire.models.hf import build_hf
@@ -123,6 +123,22 @@ def test_efficiency_is_that_of_the_paper() -> None:
     """ZeRO-Infinity, section 4: 2,048 tokens, 60 GB/s, 70 TFLOP/s; four times the batch."""
     assert efficiency(2048, 60e9, 70e12) == pytest.approx(0.637, abs=1e-3)
     assert efficiency(8192, 60e9, 70e12) == pytest.approx(0.875, abs=1e-3)
+
+
+def test_norms_of_sequences_that_come_again_must_fit_on_the_disk(tmp_path: Path) -> None:
+    config = TrainConfig(
+        model="tiny",
+        workers=2,
+        steps=10**12,
+        tokens_per_step=1024,
+        activations="sample:0.3",
+        run_dir=str(tmp_path / "r"),
+    )
+    check_norms(Run.of(config), 1000)
+    with pytest.raises(ConfigError, match=r"needs .* GB and the disk has"):
+        check_norms(Run.of(config), 10**12)
+    # None is seen twice.
+    check_norms(Run.of(replace(config, steps=10)), 10**12)
 
 
 def folder_of(path: Path, **more: Any) -> Path:

@@ -30,6 +30,7 @@ from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.apart import apart
 from thinwire.launch.machine import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.launch.start import Start
+from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape, check_beside
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
@@ -702,7 +703,9 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     run, start = plan(config, problems)
     config = run.config
     train, _ = tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
-    check_returns(run, count_sequences(train, config.seq_len))
+    num_sequences = count_sequences(train, config.seq_len)
+    check_returns(run, num_sequences)
+    check_norms(run, num_sequences)
     logging.getLogger("numba").setLevel(logging.WARNING)
     # What the ranks choose later packs like the stand-in, or as borders do.
     codecs = (*run.codecs, *(Pipeline().codecs if config.is_planned_late else ()))
@@ -715,6 +718,23 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
         # The steps of a run of the same name are of no use to this one.
         shutil.rmtree(run.residency.folder, ignore_errors=True)
     return run, start
+
+
+def check_norms(run: Run, num_sequences: int) -> None:
+    """Raise ConfigError if the disk can't hold the norms of all sequences that this run may see twice."""
+    config, residency = run.config, run.residency
+    taken = config.steps * (config.tokens_per_step or 0) // config.seq_len
+    if residency is None or residency.sampled is None or (config.minutes is None and taken <= num_sequences):
+        return
+    skeleton = build_skeleton(
+        config.model, load_tokenizer(config.tokenizer).vocab_size, config.seq_len,
+        config.tables.get(model_table(config.model) or ""),
+    )  # fmt: skip
+    # Layers that share an input share their norms, so it may be less.
+    linears = [each for layer in layers_of(skeleton) for each in layer.modules() if isinstance(each, nn.Linear)]
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
+    own = -(-num_sequences // config.world_size)
+    check_folder(residency.folder, num_here * 2 * config.seq_len * len(linears) * own)
 
 
 def check_returns(run: Run, num_sequences: int) -> None:

@@ -115,7 +115,8 @@ class Residence:
             self.seen.begin(numbers)
 
     def _no_norms(self) -> SeenNorms:
-        return SeenNorms(self._comm, None if self.options.store is None else self.options.folder, self.meter)
+        folder = None if self.options.store is None else self.options.folder
+        return SeenNorms(self._comm, folder, self.meter, self.pace)
 
     def add_to(self, snapshot: Snapshot) -> None:
         """Add what lies here and neither weights nor states have: the norms of seen sequences."""
@@ -250,6 +251,9 @@ class Residence:
         if self.sampler is not None:
             what = f"{self.sampler.ratio:g} of the rows of what {self.sampler.num_layers} linear layers are given"
             rows.append(("activations", what, "the gradient of their weights is an estimate without bias"))
+            where = "in memory" if options.store is None else f"in {options.folder}"
+            what = f"2 bytes of each token and input that is sampled, {where}"
+            rows.append(("norms of sequences that come again", what, "ranks send each other as much, on both ways"))
         if self.activations is not None:
             what = f"{self.num_layers} layers' inputs " if self.num_layers else ""
             rows.append(("activations", f"{what}on this rank's disk, {options.folder}", "each storage is written once"))

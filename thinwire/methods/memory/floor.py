@@ -92,7 +92,7 @@ class Floor:
             parts["packets"] = int(NUM_SENT * PACKET_SHARE * largest)
         if kept is not None:
             disk += residency.spilled(kept)
-            parts["activations"] = kept.get(residency.activations, kept["keep"])
+            parts["activations"] = kept.get(residency.way, kept["keep"])
         found = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
         # A bucket is filled beside the model that it is taken from.
         start = PROCESS_BYTES + setup.model_bytes + largest if setup.is_built_whole else 0

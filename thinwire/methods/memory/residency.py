@@ -79,7 +79,8 @@ class Residency:
     """What a forward keeps for its backward: keep: everything; recompute: only each layer's input, and the rest is
     computed again; recompute:disk: the same, and the inputs lie on the disk; offload: everything, on the disk;
     sample:0.3: that share of the rows of what linear layers are given, by which the gradient of weights is estimated
-    without bias; auto: in `thinwire train`, recompute, from the disk too, if the budget needs it."""
+    without bias; recompute+sample:0.3: layers keep their inputs, and a sample while they are computed again; auto: in
+    `thinwire train`, recompute, from the disk too, if the budget needs it."""
     slices: int | None = None
     """Parts of a micro-batch that a layer computes one after another, so that its weights are read once for all of
     them. Layers are then recomputed."""
@@ -151,14 +152,19 @@ class Residency:
         return share_of(self.activations)
 
     @property
+    def way(self) -> str:
+        """What becomes of activations, without a share."""
+        return self.activations.partition("+")[0]
+
+    @property
     def recomputes(self) -> bool:
         """Whether layers keep their inputs alone."""
-        return self.activations in (RECOMPUTE, RECOMPUTE_FROM_DISK)
+        return self.way in (RECOMPUTE, RECOMPUTE_FROM_DISK)
 
     @property
     def spills(self) -> bool:
         """Whether what a forward keeps lies on the disk."""
-        return self.activations in (OFFLOAD, RECOMPUTE_FROM_DISK)
+        return self.way in (OFFLOAD, RECOMPUTE_FROM_DISK)
 
     def spilled(self, kept: Mapping[str, int]) -> int:
         """Bytes that a micro-batch's forward leaves on the disk. kept: see `kept_ways`."""
@@ -235,15 +241,16 @@ def same_everywhere(residency: Residency | None) -> dict[str, object]:
 
 def share_of(activations: str) -> float | None:
     """The share of sample:SHARE; None for another word. Raises ConfigError for what is neither, or out of range."""
-    word, _, text = activations.partition(":")
     if activations in ACTIVATIONS:
         return None
+    way, _, sample = activations.rpartition("+")
+    word, _, text = (sample if way in (RECOMPUTE, RECOMPUTE_FROM_DISK) else activations).partition(":")
     try:
         share = float(text)
     except ValueError:
         share = math.nan
     if word != SAMPLE or math.isnan(share):
-        known = (*ACTIVATIONS, f"{SAMPLE}:0.3")
+        known = (*ACTIVATIONS, f"{SAMPLE}:0.3", f"{RECOMPUTE}+{SAMPLE}:0.3")
         raise ConfigError(
             f"activations {activations!r}: must be one of {', '.join(known)}{nearest(activations, known)}"
         )

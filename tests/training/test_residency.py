@@ -33,6 +33,10 @@ CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-o
         (["--memory", "300mb"], "is below the floor of"),
         (["--store", "/dev/shm/x"], "lies on tmpfs, which is memory and not a disk"),
         (["--memory", "2gb", "--strategy", "ddp"], "ddp keeps all it has in memory; nearest that does not: sdp4bit"),
+        (
+            ["--memory", "2gb", "--strategy", "zeropp"],
+            "zeropp keeps all it has in memory; nearest that does not: sdp4bit",
+        ),
         (["--memory", "2gb", "--optimizer", "muon"], "muon looks across matrices"),
         (["--memory", "2gb", "--optimizer", "mfac", "--residency.durable", "true"], "its pieces have one slot each"),
         (["--memory", "2gb", "--residency.memory", "3gb"], "--memory 2gb and --residency.memory 3gb: give one"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from tests.checkpoint.replicas import STRATEGIES, Net, Replica, atoms, batch
@@ -727,3 +728,41 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Residency(**options)
+
+
+def on_islands(rank: int, world_size: int, folder: Path) -> list[Any]:
+    """Losses and weights of one of two islands, in memory and with all on a disk; what is refused there."""
+    cut_small()
+    told: list[Any] = []
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("island", "data"))
+    for residency in (None, Residency(store=str(folder), weights="disk", gradients="disk", sub_group=1024)):
+        model, method = Net(0), thinwire.DiLoCo(inner=thinwire.SDP4Bit(), sync_every=2)
+        adamw = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        methods: list[Any] = [method] if residency is None else [method, residency]
+        stage = thinwire.parallelize(model, adamw, mesh, methods, announce=False)
+        losses = []
+        for step in range(5):
+            loss = stage.module(batch(step)[rank * 12 : (rank + 1) * 12])
+            loss.backward()
+            stage.optimizer.step()
+            stage.optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        stage.optimizer.finish()
+        with thinwire.whole(model):
+            told.append([losses, {name: param.detach().clone() for name, param in model.named_parameters()}])
+        stage.optimizer.close()
+    with pytest.raises(ConfigError) as error:
+        method = thinwire.DiLoCo(inner=thinwire.SDP4Bit(), sync_every=2, fedspeed=1.0)
+        residency, other = Residency(store=str(folder), durable=True), Net(0)
+        adamw = torch.optim.AdamW([param for param in other.parameters() if param.requires_grad])
+        thinwire.parallelize(other, adamw, mesh, [method, residency], announce=False)
+    return [*told, str(error.value)]
+
+
+def test_islands_have_a_disk_each(tmp_path: Path) -> None:
+    first, second = run_workers(on_islands, 2, tmp_path)
+    for plain, disk, refused in (first, second):
+        assert_same(disk, plain)
+        assert "without durable" in refused and "leave the correction out" in refused
+    assert first[0][0] != second[0][0]
+    assert all(torch.equal(value, second[1][1][name]) for name, value in first[1][1].items())

@@ -39,6 +39,9 @@ CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-o
         ),
         (["--memory", "2gb", "--optimizer", "muon"], "muon looks across matrices"),
         (["--memory", "2gb", "--optimizer", "mfac", "--residency.durable", "true"], "its pieces have one slot each"),
+        (["--memory", "2gb", "--strategy", "diloco", "--inner", "ddp"], "ddp keeps all it has in memory"),
+        (["--store", "/var/tmp", "--strategy", "diloco", "--inner", "zero", "--residency.durable", "true"],
+         "agree on a step only when they exchange"),
         (["--memory", "2gb", "--residency.memory", "3gb"], "--memory 2gb and --residency.memory 3gb: give one"),
         (["--memory", "2gb", "--residency.tile", "8"], "nearest: '1x8'"),
         (["--memory", "2gb", "--residency.tile", "1x8"], "nearest: model.embed_tokens=1x8"),
@@ -49,7 +52,7 @@ CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-o
         (["--slices", "2", "--documents", "true"], "--slices with --documents"),
         (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not supported"),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_be_is_refused(tmp_path: Path, words: list[str], told: str) -> None:
     problems = Problems()
     with pytest.raises(ConfigError) as error:
@@ -127,6 +130,17 @@ def test_efficiency_is_that_of_the_paper() -> None:
     """ZeRO-Infinity, section 4: 2,048 tokens, 60 GB/s, 70 TFLOP/s; four times the batch."""
     assert efficiency(2048, 60e9, 70e12) == pytest.approx(0.637, abs=1e-3)
     assert efficiency(8192, 60e9, 70e12) == pytest.approx(0.875, abs=1e-3)
+
+
+def test_what_islands_exchange_is_counted_and_a_rank_shares_with_its_own_island() -> None:
+    skeleton, common = build_skeleton("demo", 256, 256), {"model": "demo", "store": "/var/tmp", "micro_batch": 1}
+    alone = TrainConfig(workers=2, local_size=1, memory="2gb", strategy="sdp4bit", **common)  # type: ignore[arg-type]
+    islands = replace(alone, strategy="diloco", inner="sdp4bit")
+    plain, outer = (Floor.of(*resolved(Run.of(config), skeleton)) for config in (alone, islands))
+    numel = sum(param.numel() for param in skeleton.parameters())
+    more = sum(num_bytes for name, num_bytes in outer.parts.items() if name not in plain.parts)
+    # Outer parameters and momentum; and a rank of an island of one has all masters.
+    assert more >= 8 * numel and outer.disk == pytest.approx(2 * plain.disk, rel=0.01) and "packets" not in outer.parts
 
 
 def test_norms_of_sequences_that_come_again_must_fit_on_the_disk(tmp_path: Path) -> None:

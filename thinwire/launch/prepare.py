@@ -35,7 +35,7 @@ from thinwire.layout.mesh import MeshShape, check_beside
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Floor, Residency, check_across, check_at_once, resident_method
+from thinwire.methods.memory import Floor, Residency, check_across, check_at_once, check_outer, resident_method
 from thinwire.methods.pipeline.across import REPLICAS
 from thinwire.methods.pipeline.cut import SPREAD, layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
@@ -300,6 +300,7 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         return
     axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
     resident_method(run.strategy, axes)
+    problems.note(check_outer, residency, run.strategy)
     optimizer = name_of(run.config.optimizer or "")
     if optimizer in (*NAMED, *JOINT) and residency.optimizer != "memory":
         with problems.collect():

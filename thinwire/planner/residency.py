@@ -22,11 +22,14 @@ from thinwire.methods.memory import (
     Residency,
     Setup,
     check_across,
+    check_outer,
     efficiency,
+    outer_bytes,
     placed,
     resident_method,
     settled,
 )
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.options import RESIDENCY, made
 from thinwire.planner.options import ExplainConfig
 from thinwire.report.units import bytes_text, seconds_text
@@ -63,10 +66,13 @@ def where_all_lies(
     cuts = {"pipeline": config.stages, "tensor": config.tensor}
     axes = {name for name, size in shape.sizes.items() if size > 1} | {name for name, at in cuts.items() if at}
     shapes = tiled_shapes(model, residency.tile)
+    check_outer(residency, method)
+    # An island is a node.
+    topology = Topology(1 if isinstance(method, IslandsMethod) else config.nodes, config.local_size)
     setup = Setup(
-        resident_method(method, axes), shapes, Topology(config.nodes, config.local_size), config.micro_batches or 1,
+        resident_method(method, axes), shapes, topology, config.micro_batches or 1,
         kept_of(model, *given, slices=residency.slices or 1, tile=residency.tile), across_of(inner, model),
-        is_built_whole=bool(whole),
+        outer=outer_bytes(method, model, topology), is_built_whole=bool(whole),
     )  # fmt: skip
     if setup.across is not None and residency.optimizer != "memory":
         check_across(residency, name_of(config.optimizer), streams=setup.across.optimizer.streams)

@@ -8,12 +8,12 @@ from thinwire.collectives import Topology
 from thinwire.hosts.offload.activations import kept_of
 from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.hosts.sums import across_of
-from thinwire.methods.memory import Residency, Setup, resident_method, settled
+from thinwire.methods.memory import Residency, Setup, outer_bytes, resident_method, settled
 from thinwire.models.hf import why_whole_hf
 from thinwire.optim import NAMED, WHOLE
 from thinwire.run.config import derive
 from thinwire.run.optimizer import limits_itself, name_of, optimizer_over
-from thinwire.run.run import Run
+from thinwire.run.run import Run, island_size
 
 
 def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Setup]:
@@ -38,10 +38,12 @@ def setup_of(run: Run, skeleton: nn.Module) -> Setup:
         kept = kept_of(skeleton, *given)
     name = name_of(optimizer)
     inner = optimizer_over(optimizer, skeleton, lr=0.0, weight_decay=0.0, seed=0) if name in WHOLE else None
+    topology = Topology.stated(config.world_size, config.local_size or config.workers)
+    topology = Topology(1, island_size(config)) if run.has_islands else topology
     return Setup(
-        resident_method(run.strategy), tiled_shapes(skeleton, residency.tile),
-        Topology.stated(config.world_size, config.local_size or config.workers), batch.accumulation, kept,
+        resident_method(run.strategy), tiled_shapes(skeleton, residency.tile), topology, batch.accumulation, kept,
         None if inner is None else across_of(inner, skeleton),
+        outer=outer_bytes(run.strategy, skeleton, topology),
         at_once=name in NAMED and not config.grad_clip and limits_itself(optimizer),
         is_built_whole=bool(why_whole(config.model, skeleton)),
     )  # fmt: skip

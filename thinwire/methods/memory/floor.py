@@ -62,6 +62,7 @@ class Floor:
         """The least memory of a rank."""
         plan, states, kept = setup.plan, setup.states, setup.kept
         parts = {"process": PROCESS_BYTES, "kernels": KERNEL_BYTES} | plan.memory | {"optimizer": states.whole}
+        parts |= setup.outer
         disk = passing = 0
         if residency.optimizer != "memory" and states.disk:
             disk, parts["optimizer"] = states.disk, states.piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -91,10 +91,12 @@ class Setup:
     """What a rank trains, of which only shapes are used.
 
     Attributes:
+        method: inside an island, if there are islands. topology: of an island.
         micro_batches: of a step.
         kept: bytes that a forward keeps in memory for its backward, by what becomes of activations; None: not known.
         across: an optimizer that looks across matrices; None: another, which is counted as AdamW.
         at_once: buckets may be stepped as gradients arrive; they are where the budget asks for it.
+        outer: bytes of what islands exchange and an island's first rank keeps in memory, by name.
         is_built_whole: every rank has the whole model in memory before its weights go where they lie.
     """
 
@@ -105,6 +107,7 @@ class Setup:
     kept: KeptBytes | None = None
     across: Across | None = None
     at_once: bool = False
+    outer: Mapping[str, int] = field(default_factory=dict)
     is_built_whole: bool = False
 
     @cached_property

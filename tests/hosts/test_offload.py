@@ -514,6 +514,71 @@ def test_weights_that_are_cut_are_never_whole() -> None:
         assert most <= num_params / 2
 
 
+def cut_ways(folder: Path) -> dict[str, Residency | None]:
+    """Weights that are cut over ranks: in memory; on disks, with all else or alone, and layers computed again."""
+    store = str(folder / "cut")
+    return {
+        "memory": None,
+        "disk": Residency(store=store, weights="disk", gradients="disk", sub_group=1024),
+        "again": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
+        "durable": Residency(store=str(folder / "kept"), weights="disk", durable=True, sub_group=1024),
+    }
+
+
+def cut_over_disks(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
+    """Each way: three steps, a checkpoint, two more; then two from what another way has saved, or has kept."""
+    cut_small()
+    told: dict[Any, Any] = {}
+
+    def made(way: str, seed: int) -> Replica:
+        model = Net(seed)
+        adamw = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=3e-3)
+        method = thinwire.Frontier(weights_over=2, gradients_over=2, weights="bf16")
+        options: Any = {"seed": 3, "timeout_s": 300, "checked": False, "overlap": True}
+        wrapped, parallel = apply(method, model, adamw, local_size=2, residency=cut_ways(folder)[way], **options)
+        return Replica(model, wrapped, parallel, rank, world_size)
+
+    for way in cut_ways(folder):
+        replica = made(way, 0)
+        before = followed(replica, 0, STEPS)
+        replica.save(folder / way, STEPS)
+        if way == "durable":
+            replica.optimizer.commit({})
+        else:
+            told[way] = before, followed(replica, STEPS, 2)
+        if way == "disk":
+            kept: Any = replica.optimizer._residence.replicas  # type: ignore[attr-defined]
+            whole = sum(bucket.live.nbytes for bucket in kept.spots)
+            told["held"] = kept.used_bytes, kept.capacity_bytes, kept.total_bytes, whole
+        replica.optimizer.close()
+    for way, origin in (("disk", "memory"), ("memory", "disk"), ("again", "disk")):
+        replica = made(way, 9)
+        source = replica.load(folder / origin / f"step-{STEPS:08d}")
+        told[way, "again"] = source.is_same, followed(replica, STEPS, 2)
+        replica.optimizer.close()
+    replica = made("durable", 9)
+    assert isinstance(replica.model, Net) and replica.optimizer.steps == STEPS
+    replica.model.fixed.load_state_dict(Net(0).fixed.state_dict())
+    told["durable"] = followed(replica, STEPS, 2)
+    replica.optimizer.close()
+    return told
+
+
+def test_weights_that_are_cut_lie_on_all_disks_bit_for_bit(tmp_path: Path) -> None:
+    for told in run_workers(cut_over_disks, 2, tmp_path):
+        before, after = told["memory"]
+        for way in ("disk", "again"):
+            assert_same(told[way][0], before)
+            assert_same(told[way][1], after)
+        for way in ("disk", "memory", "again"):
+            assert told[way, "again"][0]
+            assert_same(told[way, "again"][1], after)
+        assert_same(told["durable"], after)
+        used, capacity, total, whole = told["held"]
+        # Each disk has a part, and so is read for a part.
+        assert used <= capacity < total and 2 * total == whole
+
+
 def without_a_folder(rank: int, world_size: int, folder: Path) -> list[Any]:
     """The limit of the process before, in and behind a training under a budget; and its start-up table."""
     before, most = resource.getrlimit(resource.RLIMIT_DATA)

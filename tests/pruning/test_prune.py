@@ -187,7 +187,10 @@ def test_curvature_takes_as_little_memory_as_is_asked_and_may_be_measured_anew(m
     monkeypatch.undo()
     anew = prune(twice, text(2, 2), method="obs", rounds=2)
     assert anew.sparsity == pytest.approx(0.5) and any(not torch.equal(anew.masks[name], masks[name]) for name in masks)
-    refused: list[tuple[dict[str, Any], str]] = [({"method": "wanda"}, "wanda measures"), ({"pattern": "2:4"}, "one share")]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"method": "wanda"}, "wanda measures"),
+        ({"pattern": "2:4"}, "one share"),
+    ]
     for options, why in refused:
         with pytest.raises(ConfigError, match=why):
             prune(twice, text(), rounds=2, **{"method": "obs", **options})

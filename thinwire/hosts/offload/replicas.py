@@ -1,4 +1,4 @@
-"""Whole weights on a disk. Buckets are loaded when needed; the one that is needed last makes room for them."""
+"""Weights on a disk. Buckets are loaded when needed; the one that is needed last makes room for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Spot:
 
 
 class Replicas:
-    """The whole weights of large buckets in one file. As many as `capacity_bytes` allows are also in memory.
+    """The weights that this rank keeps of large buckets, in one file. As many as `capacity_bytes` allows are in memory.
 
     The order of use is learnt: an update goes through all buckets in order of forward, and each step is expected to use
     them in the same order as the last. The next buckets are read ahead, as many as fit, and the one that is needed last
@@ -70,6 +70,8 @@ class Replicas:
         self._seen: list[FlatBucket] = []
         self._num_updated = 0
         self._in_use: set[FlatBucket] = set()
+        # What others read of a bucket that was brought, besides the training thread.
+        self.pinned: set[FlatBucket] = set()
         self._owner: dict[int, FlatBucket] = {}
 
     def take(self, bucket: FlatBucket) -> None:
@@ -205,7 +207,7 @@ class Replicas:
 
     def _victim(self) -> FlatBucket | None:
         """The bucket to evict: the one needed last. The most recent one may be in use and stays."""
-        busy = self._in_use.union(self._seen[-1:])
+        busy = self._in_use.union(self._seen[-1:], self.pinned)
         free = [b for b, spot in self.spots.items() if spot.is_here and not spot.is_locked and b not in busy]
         return max(free, key=self._next_use, default=None)
 
@@ -214,7 +216,7 @@ class Replicas:
         if spot.is_here:
             return
         self.make_room(spot.num_bytes)
-        storage = bucket.live.untyped_storage()
+        storage = bucket.shard.untyped_storage()
         storage.resize_(spot.num_bytes)
         self._owner[storage.data_ptr()] = bucket
         self.used_bytes += spot.num_bytes
@@ -222,7 +224,7 @@ class Replicas:
         spot.reading = self._reader.submit(self._read, bucket, spot)
 
     def _leave(self, bucket: FlatBucket) -> None:
-        spot, storage = self.spots[bucket], bucket.live.untyped_storage()
+        spot, storage = self.spots[bucket], bucket.shard.untyped_storage()
         self._write_behind(bucket, spot)
         with self.meter.waiting():
             spot.finish()
@@ -247,18 +249,18 @@ class Replicas:
             self._begin(following)
 
     def _read(self, bucket: FlatBucket, spot: Spot) -> None:
-        self._inwards.read(spot.place, bucket.live, spot.sums, "weights are")
+        self._inwards.read(spot.place, bucket.shard, spot.sums, "weights are")
 
     def _write(self, bucket: FlatBucket, spot: Spot) -> None:
-        spot.sums = self._outwards.write(spot.place, bucket.live)
+        spot.sums = self._outwards.write(spot.place, bucket.shard)
         for slot in bucket.slots:
             if slot.name in spot.rows:
-                spot.rows[slot.name].note(slot.span.of(bucket.live))
+                spot.rows[slot.name].note(slot.span.of(bucket.shard))
 
 
 def bytes_of(layout: BucketLayout) -> int:
-    """Bytes of a bucket's whole weights."""
-    return layout.numel * layout.dtype.itemsize
+    """Bytes of what a rank keeps of a bucket's weights."""
+    return layout.numel * layout.dtype.itemsize // layout.levels.weights_over
 
 
 def is_large(layout: BucketLayout) -> bool:

@@ -22,8 +22,9 @@ from thinwire.hosts.offload.room import MemoryRoom, give_pages_back, hold_to
 from thinwire.hosts.offload.sampling import RowSampler
 from thinwire.hosts.offload.spill import ActivationsOnDisk
 from thinwire.hosts.offload.states import StatesOnDisk
-from thinwire.hosts.offload.weights import WeightsOnDisk
-from thinwire.hosts.sharded.bucket import FlatBucket
+from thinwire.hosts.offload.weights import CutWeightsOnDisk, WeightsOnDisk
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
+from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
 from thinwire.methods.memory import Residency, check_across, check_at_once
@@ -93,10 +94,8 @@ class Residence:
             check_across(residency, type(inner).__name__, streams=inner.streams)
         limits = isinstance(inner, SummingOptimizer) and inner.limits_itself
         check_at_once(residency, type(inner).__name__, limits=limits)
-        cut = any(layout.levels.weights_over > 1 for unit in units for layout in unit.layouts)
-        if weights and (cut or device.type != "cpu"):
-            why = "are cut over ranks already" if cut else f"lie on {device}"
-            raise ConfigError(f"residency: weights that {why} can't lie on a disk; nearest: weights='memory'")
+        if weights and device.type != "cpu":
+            raise ConfigError(f"residency: weights that lie on {device} can't lie on a disk; nearest: weights='memory'")
         num_layers = recompute(model, residency.slices or 1) if residency.recomputes else 0
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
         computes = num_layers or sampler or residency.gradients == AT_ONCE
@@ -146,11 +145,12 @@ class Residence:
         for slot in bucket.slots:
             slot.param.register_post_accumulate_grad_hook(lambda _: self.room.look())
 
-    def weights(self, plain: Weights, model: nn.Module) -> Weights:
-        """The object that brings weights: `plain`, or one that loads them from the disk."""
-        if self.replicas is None:
-            return plain
-        return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas, packs=self.activations is None)
+    def weights(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module) -> Weights:
+        """The object that loads weights from the disk, which has some."""
+        assert self.replicas is not None
+        if any(bucket.layout.levels.weights_over > 1 for unit in units for bucket in unit.buckets):
+            return CutWeightsOnDisk(units, seeds, model, self.replicas)
+        return WeightsOnDisk(units, seeds, model, self.replicas, packs=self.activations is None)
 
     def states(
         self, inner: torch.optim.Optimizer, weights: Weights, layout: Mapping[str, Any], seed: int

@@ -129,16 +129,16 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._adopt_inner()
         self._complete = True
         is_cut = any(bucket.layout.levels.weights_over > 1 for bucket in self.buckets)
-        self._weights = (
-            PassingWeights(self.units, self._seeds, model, overlap=overlap)
-            if is_cut
-            else Weights(self.units, self._seeds)
-        )
-        comes_and_goes = is_cut
+        self._weights: Weights
+        if residence is not None and residence.replicas is not None:
+            self._weights, self.weights_pass = residence.weights(self.units, self._seeds, model), True
+        elif is_cut:
+            self._weights = PassingWeights(self.units, self._seeds, model, overlap=overlap)
+        else:
+            self._weights = Weights(self.units, self._seeds)
+        comes_and_goes = is_cut or self.weights_pass
         if residence is not None:
-            self.tiers, self.weights_pass = residence.meter, residence.replicas is not None
-            comes_and_goes = is_cut or self.weights_pass
-            self._weights = residence.weights(self._weights, model)
+            self.tiers = residence.meter
             if not has_masters and isinstance(inner, SummingOptimizer):
                 cuts = [(comm.rank, own) for comm, own in self._cuts(across)]
                 parts = {name: part for rank, own in cuts for name, part in parts_of(own, rank, across).items()}

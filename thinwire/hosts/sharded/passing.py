@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +90,7 @@ class PassingWeights(Weights):
         """Start to gather the unit's weights, unless they are whole or being gathered."""
         was_coming, passage = self.wait(unit), self._passages[unit]
         if not passage.is_whole:
+            self.begin_gather(unit)
             for bucket in unit.buckets:
                 set_whole(bucket, True)
                 passage.gathering.append(bucket.comm.submit(bucket.gather))
@@ -110,7 +112,14 @@ class PassingWeights(Weights):
             for future in passage.gathering:
                 unit.buckets[0].comm.wait(future)
             passage.gathering.clear()
+            self.end_gather(unit)
             self._note(unit)
+
+    def begin_gather(self, unit: LiveUnit) -> None:
+        """Note that this rank's part of the unit's weights is about to be sent, until `end_gather`."""
+
+    def end_gather(self, unit: LiveUnit) -> None:
+        """Note that the unit's weights are whole."""
 
     def keep(self) -> None:
         for unit in self.units:
@@ -162,8 +171,9 @@ class PassingWeights(Weights):
             edited = [s for s, seen in zip(bucket.slots, versions, strict=True) if s.param._version != seen]
             if edited:
                 self.tell_of_edits(bucket, [slot.name for slot in edited])
-            for slot in edited:
-                bucket.adopt(slot, slot.span.of(bucket.live))
+            with self.held(bucket) if edited else nullcontext():
+                for slot in edited:
+                    bucket.adopt(slot, slot.span.of(bucket.live))
         self._note(unit)
 
 

@@ -76,12 +76,14 @@ class Floor:
         passing_grads = NUM_BUCKETS * largest + max(0, setup.tied_bytes - largest)
         if residency.weights == "disk":
             disk += plan.weights
-            parts["weights"] = min(NUM_BUCKETS * largest, plan.weights)
+            over = setup.method.levels(setup.topology).weights_over
+            # Of parts of buckets one more: the next one is gathered while another computes.
+            parts["weights"] = min((NUM_BUCKETS + (over > 1)) * largest // over, plan.weights)
             embeddings = [module for module in setup.model.modules() if isinstance(module, nn.Embedding)]
             num_tables = sum(module.weight.numel() >= SMALL_NUMEL for module in embeddings)
             # That of one is among the process's.
             parts["rows"] = ROWS_BYTES * max(0, num_tables - 1)
-            if setup.micro_batches == 1:
+            if setup.micro_batches == 1 and over == 1:
                 own = min(own, passing_grads)
         if residency.gradients == "disk":
             disk, mean = disk + mean, min(mean, NUM_MEANS * largest // world_size)
@@ -159,4 +161,4 @@ def _with_weights(residency: Residency, setup: Setup) -> Residency:
     whole = floor.step_bytes - floor.parts.get("activations", 0)
     budget = residency.memory_bytes
     is_tight = budget is not None and whole > MOST_SHARE * budget
-    return replace(residency, weights="disk" if is_tight and not setup.is_cut else "memory")
+    return replace(residency, weights="disk" if is_tight else "memory")

@@ -68,11 +68,14 @@ def placed(residency: Residency, setup: Setup) -> Iterator[MemoryPart]:
 def _weights_on_disk(residency: Residency, setup: Setup, left: int) -> tuple[MemoryPart, int]:
     """Weights, and the bytes that are left when those stay that fit into `left`."""
     large = [unit for unit in setup.units if unit.numel >= SMALL_NUMEL]
-    sizes, by_rows = [FP32_BYTES * unit.numel for unit in large], looked_up(setup.model)
+    over = setup.method.levels(setup.topology).weights_over
+    sizes = [FP32_BYTES * unit.numel // over for unit in large]
+    # Weights that are gathered are read whole, and once for a backward that computes them again.
+    by_rows = looked_up(setup.model) if over == 1 else set[str]()
     tables = sum(size for size, unit in zip(sizes, large, strict=True) if by_rows.issuperset(names_of(unit)))
     total, least = sum(sizes), min(2 * max(sizes, default=0), sum(sizes))
     staying = min(total, least + left)
-    passes = setup.micro_batches * (3 if residency.recomputes else 2) + 1
+    passes = setup.micro_batches * (3 if residency.recomputes and over == 1 else 2) + 1
     read = passes * max(0, total - tables - staying) + min(tables, total - staying)
     written = 0 if staying == total else total
     held = setup.plan.weights - total + staying

@@ -14,7 +14,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.offload.hollow import is_hollow
 from thinwire.launch.line import read_config
 from thinwire.launch.prepare import check_norms, plan
-from thinwire.methods.memory import Floor, efficiency
+from thinwire.methods.memory import Floor, efficiency, placed
 from thinwire.models.build import build_skeleton
 from thinwire.models.hf import build_hf
 from thinwire.planner.command import run_explain
@@ -77,6 +77,22 @@ def test_a_budget_decides_what_lies_where() -> None:
     expected = [("memory", "memory", "keep"), ("disk", "memory", "keep"), ("disk", "disk", "keep")]
     expected += [("disk", "disk", "recompute"), ("disk", "disk", "recompute:disk")]
     assert chosen == dict(zip(cases, expected, strict=True))
+
+
+def test_weights_lie_where_a_step_moves_less() -> None:
+    """On one rank of 125m, states that don't fit beside weights move more than weights that pass through memory."""
+    skeleton, moved = build_skeleton("125m", 256, 256), {}
+    for workers, memory in ((1, "2400mb"), (4, "2400mb")):
+        for where in ("auto", "memory", "disk"):
+            config = TrainConfig(
+                model="125m", workers=workers, local_size=1, micro_batch=1, memory=memory, store="/var/tmp",
+                dtype="fp32", tables={"residency": {"weights": where}},
+            )  # fmt: skip
+            residency, setup = resolved(Run.of(config), skeleton)
+            moved[workers, where] = sum(part.read + part.written for part in placed(residency, setup))
+            assert where != "auto" or residency.weights == ("disk" if workers == 1 else "memory")
+    assert moved[1, "auto"] == moved[1, "disk"] < moved[1, "memory"]
+    assert moved[4, "auto"] == moved[4, "disk"] == moved[4, "memory"] == 0
 
 
 def test_the_nearest_budget_is_large_enough() -> None:

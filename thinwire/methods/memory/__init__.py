@@ -1,6 +1,7 @@
 """Options and arithmetic of training with a part of the state on a disk."""
 
-from thinwire.methods.memory.floor import Floor, settled
+from thinwire.methods.memory.choice import settled
+from thinwire.methods.memory.floor import Floor
 from thinwire.methods.memory.inside import check_across, check_at_once, check_outer, outer_bytes, resident_method
 from thinwire.methods.memory.placement import MemoryPart, efficiency, placed
 from thinwire.methods.memory.residency import Residency, same_everywhere

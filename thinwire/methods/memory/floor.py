@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
 from thinwire.errors import ConfigError
-from thinwire.methods.memory.residency import (
-    AT_ONCE,
-    FP32_BYTES,
-    PASSING_SHARE,
-    RECOMPUTE,
-    RECOMPUTE_FROM_DISK,
-    Residency,
-)
+from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, PASSING_SHARE, Residency
 from thinwire.methods.memory.setup import NUM_STATES, Setup
 
 # Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
@@ -32,12 +25,8 @@ NUM_MEANS = 3
 SMALL_NUMEL = 100_000
 # Memory through which rows of an embedding pass, and the stack of the thread that reads them.
 ROWS_BYTES = 4 << 20
-# Where weights and gradients would leave less than a third of the budget to all else, they are better on a disk.
-MOST_SHARE = 2 / 3
 # Scratch memory of the messages of a bucket, over its size: gradients as sent, and packets; and messages under way.
 PACKET_SHARE, NUM_SENT = 1.5, 2
-# Of the budget, what the floor may take for a way to be chosen.
-FULL_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -127,38 +116,3 @@ class Floor:
             f"{self.num_bytes / 1e6:.0f} MB: {listed}{'' if self.is_whole else ', before activations'}; nearest: "
             f"{spelled.format(f'{least}mb')}{ranks}"
         )
-
-
-def settled(residency: Residency, setup: Setup) -> Residency:
-    """The residency with `auto` decided for weights, gradients and activations.
-
-    Gradients move less than what a step moves anyway; to compute layers again takes a third more time. So of the ways
-    that fit, the first of these is taken: both in memory; gradients on the disk; layers computed again; both; the
-    inputs of layers on the disk, too.
-    """
-    residency, kept = _with_weights(residency, setup), setup.kept
-    gradients, activations = [residency.gradients], [residency.activations]
-    if residency.gradients == "auto":
-        stays = setup.across is not None or residency.optimizer == "memory"
-        gradients = ["memory"] if stays else ["memory", "disk"]
-        gradients += ["step"] if setup.at_once else []
-    if residency.activations == "auto":
-        activations = ["keep"] if kept is None else ["keep", RECOMPUTE]
-        activations = [RECOMPUTE] if residency.is_sliced else activations
-        activations += [RECOMPUTE_FROM_DISK] if kept is not None and RECOMPUTE_FROM_DISK in kept else []
-    ways = [replace(residency, gradients=g, activations=a) for a in activations for g in gradients]
-    budget = residency.memory_bytes
-    if budget is None:
-        return ways[0]
-    least = {way: Floor.of(way, setup).step_bytes for way in ways}
-    return next((way for way in ways if least[way] <= FULL_SHARE * budget), min(ways, key=least.__getitem__))
-
-
-def _with_weights(residency: Residency, setup: Setup) -> Residency:
-    if residency.weights != "auto":
-        return residency
-    floor = Floor.of(replace(residency, weights="memory"), setup)
-    whole = floor.step_bytes - floor.parts.get("activations", 0)
-    budget = residency.memory_bytes
-    is_tight = budget is not None and whole > MOST_SHARE * budget
-    return replace(residency, weights="disk" if is_tight else "memory")

@@ -65,8 +65,7 @@ class Residency:
     """Folder for what does not fit, on a disk of this machine. `thinwire train` takes RUN_DIR/store by default;
     elsewhere it is a folder of this user's among temporary files."""
     weights: Literal["auto", "memory", "disk"] = "auto"
-    """Where whole weights lie: memory, disk, or auto: on the disk if the budget is too small for them and their
-    gradients."""
+    """Where weights lie: memory, disk, or auto: where a step takes fewer seconds, of what fits the budget."""
     gradients: Literal["auto", "memory", "disk", "step"] = "auto"
     """Where mean gradients wait for the update: memory, disk, or step: nowhere, each bucket is stepped when its mean
     arrives, by Apollo, whose limit stands for clipping; auto: as the budget needs it."""

@@ -43,6 +43,8 @@ def ways(folder: Path) -> dict[str, Residency | None]:
         "weights": Residency(store=store, sub_group=1024, weights="disk", gradients="disk"),
         "int8": Residency(store=store, sub_group=1024, states="int8/64"),
         "int8, all": Residency(store=store, memory="100gb", states="int8/64"),
+        "bf16": Residency(store=store, sub_group=1024, states="bf16"),
+        "bf16, all": Residency(store=store, memory="100gb", states="bf16"),
         "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
         "slices": Residency(store=store, weights="disk", optimizer="memory", slices=2),
         "offload": Residency(store=store, optimizer="memory", activations="offload"),
@@ -378,16 +380,17 @@ def test_sampled_rows_are_the_same_wherever_weights_lie_and_behind_a_restart(fir
         assert before[0][0] == exact[0][0] and before[0][1:] != exact[0][1:]
 
 
-def test_moments_of_8_bits_are_the_same_wherever_they_lie_and_move_weights_little(
+def test_moments_of_8_and_16_bits_are_the_same_wherever_they_lie_and_move_weights_little(
     first: list[dict[Any, Any]], folder: Path
 ) -> None:
     for told in first:
         for name in NAMES:
-            for part in (0, 1):
-                assert_same(told[name, "int8"][part], told[name, "int8, all"][part])
-            rounded, exact = told[name, "int8"][1], told[name, "memory"][1]
-            assert rounded[0] != exact[0] and rounded[0] == pytest.approx(exact[0], rel=0.02)
-    (gone_on, _) = run_workers(later_runs, 2, folder, [("int8", "memory"), ("memory", "int8")])
+            for kind in ("int8", "bf16"):
+                for part in (0, 1):
+                    assert_same(told[name, kind][part], told[name, f"{kind}, all"][part])
+                rounded, exact = told[name, kind][1], told[name, "memory"][1]
+                assert rounded[0] != exact[0] and rounded[0] == pytest.approx(exact[0], rel=0.02)
+    (gone_on, _) = run_workers(later_runs, 2, folder, [("int8", "memory"), ("memory", "int8"), ("bf16", "memory")])
     for (name, before, _), (after, is_same) in gone_on.items():
         assert is_same
         # What is saved is what the moments are rounded to.
@@ -779,9 +782,9 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
         ({"states": "imt8"}, "states 'imt8' of Residency: .*did you mean 'int8'"),
         ({"states": 8}, "states 8 of Residency: must be a string"),
         ({"states": "int4/64:nearest"}, "rounded at random, .*; nearest: 'int4/64'"),
-        ({"states": "int8/64+zstd"}, "moments must be fp32, or integers .*; nearest: 'int8/64'"),
+        ({"states": "int8/64+zstd"}, "moments must be fp32, bf16, or integers .*; nearest: 'int8/64'"),
         ({"states": "int8/100"}, "in groups that divide 1024; nearest: 'int8/64'"),
-        ({"states": "bf16"}, "moments must be fp32, or integers of 3 bits or more, .*; nearest: 'int8/64'"),
+        ({"states": "fp16"}, "moments must be fp32, bf16, or integers of 3 bits or more, .*; nearest: 'int8/64'"),
         ({"states": "int2/64"}, "of 3 bits or more"),
         ({"gradients": "disk", "optimizer": "memory"}, "nearest: --residency.optimizer disk, or --residency.gradients"),
         ({"slices": 0}, "--residency.slices 0: must be at least 1; nearest: 1"),

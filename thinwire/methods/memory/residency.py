@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from thinwire.codecs import Codec, Identity, Integer
+from thinwire.codecs import Cast, Codec, Identity, Integer
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.memory.tiling import TileGrid
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
@@ -36,13 +36,15 @@ def keeps_moments(codec: Codec) -> bool:
     may become zero, which `Coding` prevents where integers have a level between; groups end where sub-groups end.
     """
     if not isinstance(codec, Integer):
-        return isinstance(codec, Identity)
+        # `Coding` rounds bf16 at random.
+        return isinstance(codec, Identity) or codec == Cast("bf16")
     return codec.traits.unbiased and codec.levels > 1 and LEAST_SUB_GROUP % codec.group == 0
 
 
 MOMENTS = CodecRule(
     keeps_moments,
-    f"moments must be fp32, or integers of 3 bits or more, rounded at random, in groups that divide {LEAST_SUB_GROUP}",
+    f"moments must be fp32, bf16, or integers of 3 bits or more, rounded at random, in groups that divide "
+    f"{LEAST_SUB_GROUP}",
     nearest="int8/64",
 )
 
@@ -72,8 +74,8 @@ class Residency:
     optimizer: Literal["auto", "memory", "disk"] = "auto"
     """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
     states: str = FP32
-    """Codec of the optimizer's moments on the disk: fp32, or integers rounded at random, such as int8/64; of second
-    moments their square roots. Masters stay fp32."""
+    """Codec of the optimizer's moments on the disk: fp32; bf16, rounded at random; or integers rounded at random, such
+    as int8/64, of second moments their square roots. Masters stay fp32."""
     activations: str = "auto"
     """What a forward keeps for its backward: keep: everything; recompute: only each layer's input, and the rest is
     computed again; recompute:disk: the same, and the inputs lie on the disk; offload: everything, on the disk;
@@ -205,7 +207,7 @@ class Residency:
 
     def coding(self, kind: str) -> Coding:
         """How a kind of the optimizer's state lies on the disk."""
-        return Coding(self.codec, of_roots=kind in SQUARES and not self.codec.traits.lossless)
+        return Coding(self.codec, of_roots=kind in SQUARES and isinstance(self.codec, Integer))
 
     @property
     def state_share(self) -> float:

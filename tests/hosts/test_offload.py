@@ -608,7 +608,7 @@ def test_a_budget_is_kept_by_the_kernel_and_needs_no_folder(tmp_path: Path) -> N
     assert limits == [limits[0], 3_000_000_000, limits[0]] and limits[0] != limits[1]
     told = {row[0]: row[1:] for row in table}
     assert told["store"][0].startswith(str(tmp_path)) and told["disk rate"][0] == "4gb/s"
-    assert told["disk"][0] == "held to 4gb/s"
+    assert told["disk"][0] == "held to 4gb/s" and told["memory"][0] == "at most 3gb"
     assert "MB written in a step" in told["wear of the disk"][0] and "TB a day" in told["wear of the disk"][1]
     assert memory == "2000000000b" and [row[0] for row in rows] == ["memory", "store", "disk rate"]
 

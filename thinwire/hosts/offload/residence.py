@@ -223,6 +223,8 @@ class Residence:
         options, rows = self.options, list[Row]()
         measures = options.memory_bytes is not None and "auto" in (options.optimizer, options.weights)
         why = f"what fits in {options.memory} stays in memory after the first steps" if measures else ""
+        if options.memory is not None:
+            rows.append(("memory", f"at most {options.memory}", "of this process's data, enforced by the kernel"))
         if self._states is not None:
             shelf = self._states.shelf
             where = f"{shelf.num_bytes / 1e6:.3f} MB on this rank's disk, {options.folder}"

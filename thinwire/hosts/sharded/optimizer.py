@@ -129,13 +129,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._adopt_inner()
         self._complete = True
         is_cut = any(bucket.layout.levels.weights_over > 1 for bucket in self.buckets)
-        self._weights: Weights
-        if residence is not None and residence.replicas is not None:
-            self._weights, self.weights_pass = residence.weights(self.units, self._seeds, model), True
-        elif is_cut:
-            self._weights = PassingWeights(self.units, self._seeds, model, overlap=overlap)
-        else:
-            self._weights = Weights(self.units, self._seeds)
+        self.weights_pass = residence is not None and residence.replicas is not None
+        self._weights = self._made_weights(residence, is_cut=is_cut)
         comes_and_goes = is_cut or self.weights_pass
         if residence is not None:
             self.tiers = residence.meter
@@ -156,6 +151,14 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._residence = residence
         if residence is not None:
             self._join_residence(residence, across)
+
+    def _made_weights(self, residence: Residence | None, *, is_cut: bool) -> Weights:
+        """What brings weights: from the disk, from the ranks over which they are cut, or from the masters alone."""
+        if residence is not None and residence.replicas is not None:
+            return residence.weights(self.units, self._seeds, self.model)
+        if is_cut:
+            return PassingWeights(self.units, self._seeds, self.model, overlap=self.overlap)
+        return Weights(self.units, self._seeds)
 
     def _join_residence(self, residence: Residence, across: ParamGroups) -> None:
         """Give the disk what it asks of the optimizer, and go on from the step that it holds, if it holds one."""

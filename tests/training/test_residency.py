@@ -205,6 +205,9 @@ def test_a_folder_of_transformers_is_never_whole_where_its_weights_lie_on_the_di
     assert setup.is_built_whole and Floor.of(residency, setup).start > setup.model_bytes
     made = built(run, 256, {}, Device())
     assert made.why_whole == "transformers draws the first weights of a model all at once"
+    mixture = TrainConfig(model="moe-tiny", micro_batch=1, memory="2gb", tables={"residency": {"weights": "disk"}})
+    made = built(Run.of(mixture), 256, {}, Device())
+    assert "mixture" in made.why_whole and not any(map(is_hollow, made.model.parameters()))
     with pytest.raises(ConfigError, match="the model is built whole at first"):
         many = torch.nn.Sequential(*(torch.nn.Linear(1 << 12, 1 << 12, device="meta") for _ in range(40)))
         away = replace(residency, gradients="disk")

@@ -10,6 +10,7 @@ from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.hosts.sums import across_of
 from thinwire.methods.memory import Residency, Setup, outer_bytes, resident_method, settled
 from thinwire.models.hf import why_whole_hf
+from thinwire.models.moe import MoELlama
 from thinwire.optim import NAMED, WHOLE
 from thinwire.run.config import derive
 from thinwire.run.optimizer import limits_itself, name_of, optimizer_over
@@ -51,6 +52,8 @@ def setup_of(run: Run, skeleton: nn.Module) -> Setup:
 
 def why_whole(model: str, skeleton: nn.Module) -> str:
     """Why every rank builds the whole of a model at first, although its weights lie elsewhere; empty: it does not."""
+    if isinstance(skeleton, MoELlama):
+        return "a mixture counts rows from the start"
     if not model.startswith("hf:"):
         return ""
     names = (name.removeprefix("model.") for name, _ in skeleton.named_parameters())

@@ -43,7 +43,7 @@ from thinwire.options import model_table
 from thinwire.run.config import PER_MACHINE, TrainConfig, derive
 from thinwire.run.optimizer import optimizer_over
 from thinwire.run.place import ProcessPlace
-from thinwire.run.residency import resolved
+from thinwire.run.residency import resolved, why_whole
 from thinwire.run.run import Run, tokens_of
 
 # Of torch.compile.
@@ -335,8 +335,11 @@ def built(run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: D
     size, why = (config.model, vocab_size, config.seq_len), ""
     passes = config.mesh_shape.pipeline > 1
     if residency is not None:
-        residency, setup = resolved(run, build_skeleton(*size, fields))
-        passes = passes or (device.torch.type == "cpu" and (residency.weights == "disk" or setup.is_cut))
+        skeleton = build_skeleton(*size, fields)
+        residency, setup = resolved(run, skeleton)
+        if device.torch.type == "cpu" and (residency.weights == "disk" or setup.is_cut):
+            why = why_whole(config.model, skeleton)
+            passes = passes or not why
     if passes:
         shapes, initial, why = unfilled(run, vocab_size, fields)
         if shapes is not None:

@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thinwire.losses import cut_cross_entropy
+from thinwire.tiers.shift import lines_read
 
-# What a GPU reads of the host at once.
-LINE_BYTES = 128
 REPEATS = 7
 PARTS = ("copies", "rows", "losses")
 
@@ -68,24 +67,6 @@ def copies(device: torch.device, num_bytes: int) -> Iterator[MemoryFigure]:
             yield MemoryFigure("copies", f"{kind} {name}", num_bytes / taken / 1e9, "GB/s", f"{num_bytes / 1e6:g} MB")
 
 
-def shifted(width: int, itemsize: int, address: int) -> Tensor:
-    """The order in which 32 threads read a row, int64 [width]: a permutation of its elements.
-
-    The first thread reads the first element of the first whole line, so that every 32 reads that follow lie in as few
-    lines as can be; elements before it come last.
-
-    Source: PyTorch-Direct (Min et al., VLDB 2021).
-    """
-    first = -address % LINE_BYTES // itemsize % width
-    return torch.arange(first, first + width) % width
-
-
-def lines(order: Tensor, itemsize: int, address: int) -> int:
-    """Lines that groups of 32 reads touch, in all."""
-    touched = (address + order * itemsize) // LINE_BYTES
-    return sum(len(group.unique()) for group in touched.split(32))
-
-
 class InPlace:
     """Memory of the host, in registered pages, as an array that a GPU reads where it lies."""
 
@@ -117,12 +98,11 @@ def rows(device: torch.device, num_rows: int, width: int, wanted: int) -> Iterat
     for name, way in ways.items():
         assert torch.equal(way().cpu(), table[numbers]), name
         yield MemoryFigure("rows", name, moved / seconds(way, device) / 1e9, "GB/s", of)
+    some = numbers[:64].tolist()
     for name in ("plain", "shifted"):
-        touched = 0
-        for address in (numbers[:64] * width * table.itemsize).tolist():
-            order = shifted(width, table.itemsize, address) if name == "shifted" else torch.arange(width)
-            touched += lines(order, table.itemsize, address)
-        yield MemoryFigure("rows", f"lines of a row, {name}", touched / min(64, wanted), "lines", of)
+        shifts = name == "shifted"
+        touched = sum(lines_read(width, row * width, at * width, shifts=shifts) for at, row in enumerate(some))
+        yield MemoryFigure("rows", f"lines of a row, {name}", touched / len(some), "lines", of)
 
 
 def losses(device: torch.device, num_tokens: int, width: int, vocabulary: int) -> Iterator[MemoryFigure]:

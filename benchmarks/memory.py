@@ -2,21 +2,24 @@
 
     python benchmarks/memory.py [--budget] [--links] [--optimizers] [--expanded] [--most-minutes 10]
         [--model NAME] [--memory 900mb] [--workers 1] [--rates 200MB/s 400MB/s 800MB/s] [--steps 4] [--store DIR]
+        [options of `thinwire train`, for budget]
 
-Each flag runs one part; without any, the first. A run that takes longer than --most-minutes is ended, and its part with
-it. The parts have 5, 3, 60 and 3 runs by default.
+Each flag runs one part; without any, the first. Options of the table [residency] are those of the runs under a budget,
+all others those of each. A run that takes longer than --most-minutes is ended, and its part with it. The parts have 5,
+3, 60 and 3 runs by default.
 
 budget: trains the same steps in memory, then under the budget with the disk as it is, then with the disk held to each
 rate. Prints for each whether losses are equal bit for bit; seconds of a step over those in memory, and over max(seconds
 in memory, bytes / rate), below which no step can be; bytes that the disk moved over those that `thinwire explain`
-states; the most anonymous memory of a worker over the budget. Steps are medians without the first two, after which what
-stays in memory is settled.
+states; the most anonymous memory of a worker over the budget, and over what `thinwire explain` states. Steps are
+medians without the first two, after which what stays in memory is settled.
 
 links: four nodes at 100 Mbit/s in the lab, of `demo` by default. Prints the tokens per second of sdp4bit with all on a
 disk over those in memory, and over those of weights in bf16 that are cut over the ranks.
 
 optimizers: prints the bytes of Mini's sums over those of sdp4bit, and the held-out loss over AdamW's of apollo,
-apollo-mini, 8-bit moments, and sampled rows in two epochs: the mean of the seeds at the best of the learning rates.
+apollo-mini, 8-bit moments, and sampled rows in two epochs: the mean of the seeds at the best of the learning rates,
+which are higher for the two apollos, whose updates are smaller.
 
 expanded: trains a small model, expands it, and trains the result and a model of its size from scratch. Prints at which
 share of the tokens from scratch the expanded one has the loss that the other has at its end; tokens of the small one
@@ -48,13 +51,12 @@ from statistics import median
 from threading import Event, Timer
 from typing import IO, Any
 
-from thinwire.collectives import Topology
+from thinwire.data import load_tokenizer
 from thinwire.errors import Problems
 from thinwire.launch.line import read_config
-from thinwire.methods.memory import placed, read_byte_rate, read_bytes
-from thinwire.methods.sharded import ShardedMethod
+from thinwire.methods.memory import MemoryPart, placed, read_byte_rate, read_bytes
 from thinwire.models.build import build_skeleton
-from thinwire.run.config import derive
+from thinwire.options import model_table
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run
 
@@ -132,18 +134,14 @@ def anonymous_bytes(run_dir: str) -> list[int]:
     return found
 
 
-def stated_bytes(words: list[str]) -> int:
-    """What `thinwire explain` says that a step moves between memory and disk."""
+def stated(words: list[str]) -> list[MemoryPart]:
+    """What `thinwire explain` says that lies in memory and on the disk, and that a step moves."""
     problems = Problems()
     run = Run.of(read_config(words, problems))
     problems.raise_any()
-    skeleton = build_skeleton(run.config.model, 256, run.config.seq_len)
-    residency, _ = resolved(run, skeleton)
-    assert isinstance(run.strategy, ShardedMethod)
-    batch = derive(run.config, run.config.num_shares)
-    topology = Topology.stated(run.config.world_size, run.config.local_size or run.config.workers)
-    parts = placed(residency, run.strategy, skeleton, topology, batch.accumulation)
-    return sum(part.read + part.written for part in parts)
+    config, words_of = run.config, load_tokenizer(run.config.tokenizer).vocab_size
+    fields = config.tables.get(model_table(config.model) or "")
+    return list(placed(*resolved(run, build_skeleton(config.model, words_of, config.seq_len, fields))))
 
 
 def print_budget(folder: Path, asked: argparse.Namespace) -> None:
@@ -154,7 +152,11 @@ def print_budget(folder: Path, asked: argparse.Namespace) -> None:
         "checkpoint-every": 0, "timeout": 3000,
     }  # fmt: skip
     words = [part for name, value in common.items() for part in (f"--{name}", str(value))]
-    budget = [*words, "--memory", asked.memory, "--store", asked.store, "--residency.weights", "disk"]
+    own, words = options_of(asked.more, "--residency."), [*words, *options_of(asked.more, "--residency.", without=True)]
+    own = own if "--residency.weights" in own else [*own, "--residency.weights", "disk"]
+    budget = [*words, "--memory", asked.memory, "--store", asked.store, *own]
+    parts = stated(budget)
+    says, says_moved = sum(part.memory for part in parts), sum(part.read + part.written for part in parts)
     memory = train(folder, words)
     in_memory_s = memory.typical("step_s")
     print(f"in memory: {in_memory_s:.2f} s a step, {memory.peak_bytes / 1e6:.0f} MB of anonymous memory")
@@ -167,8 +169,18 @@ def print_budget(folder: Path, asked: argparse.Namespace) -> None:
         print(f"{asked.memory}, disk {rate or 'as it is'}:")
         print(f"  losses {'equal' if disk.losses == memory.losses else 'DIFFER'}")
         print(f"  {step_s:.2f} s a step: {step_s / in_memory_s:.2f} of in memory, {step_s / bound_s:.2f} of the bound")
-        print(f"  {moved / 1e9:.3f} GB a step: {moved / stated_bytes(budget):.3f} of what is stated")
-        print(f"  {peak / 1e6:.0f} MB: {peak / read_bytes(asked.memory):.2f} of the budget", flush=True)
+        print(f"  {moved / 1e9:.3f} GB a step: {moved / says_moved:.3f} of what is stated")
+        print(
+            f"  {peak / 1e6:.0f} MB: {peak / read_bytes(asked.memory):.2f} of the budget, {peak / says:.2f} of what is "
+            "stated",
+            flush=True,
+        )
+
+
+def options_of(words: list[str], prefix: str, *, without: bool = False) -> list[str]:
+    """Those of the options, each with its value, that begin with a prefix; or the others."""
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return [word for pair in pairs if pair[0].startswith(prefix) != without for word in pair]
 
 
 LAB = ["lab", "--nodes", "4", "--rate", "100mbit", "--"]
@@ -219,7 +231,7 @@ def print_links(folder: Path, asked: argparse.Namespace) -> None:
 
 def print_optimizers(folder: Path, asked: argparse.Namespace) -> None:
     """Held-out losses over AdamW's, and what Mini's sums send."""
-    steps, seeds, rates = asked.train_steps, asked.seeds, asked.lrs
+    steps, seeds = asked.train_steps, asked.seeds
     text, needed = folder / "text.txt", steps // 2 * 8 * 256
     content = b"".join(path.read_bytes() for path in sorted(Path(json.__file__).parents[1].glob("*.py")))
     # Half of the steps pass through the text once.
@@ -234,7 +246,7 @@ def print_optimizers(folder: Path, asked: argparse.Namespace) -> None:
     sent: dict[str, dict[str, float]] = {}
     for way, words in ways.items():
         losses = []
-        for rate in rates:
+        for rate in asked.apollo_lrs if way.startswith("apollo") else asked.lrs:
             own = []
             for seed in range(seeds):
                 own_words = [*common, "--steps", str(steps), "--lr", rate, "--seed", str(seed), "--data", str(text)]
@@ -296,7 +308,11 @@ def main() -> None:
     parser.add_argument("--train-steps", type=int, default=300, help="of optimizers and expanded")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lrs", nargs="*", default=["0.001", "0.002", "0.004", "0.008"])
-    asked = parser.parse_args()
+    parser.add_argument("--apollo-lrs", nargs="*", default=["0.0025", "0.005", "0.01", "0.02"])
+    asked, more = parser.parse_known_args()
+    asked.more = more
+    if len(more) % 2 or not all(word.startswith("--") for word in more[::2]):
+        parser.error(f"{' '.join(more)}: must be options of thinwire train, each with its value")
     if asked.steps <= WARM_UP:
         parser.error(f"--steps {asked.steps}: the first {WARM_UP} are not counted; nearest: {WARM_UP + 1}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

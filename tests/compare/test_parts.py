@@ -416,7 +416,10 @@ def test_computing_and_waiting_add_up_to_the_step() -> None:
         {"step_s": 9.0, "exposed_comm_s": 8.0, "compute_s": 1.0},
     ]
     times = times_of(rows, median)
-    assert times == {"step_s": 2.5, "exposed_comm_s": 0.7, "codec_s": None, "compute_s": 1.8}
+    known = {"step_s": 2.5, "exposed_comm_s": 0.7, "codec_s": None}
+    assert times == {**known, "exposed_disk_s": None, "compute_s": 1.8}
+    disk = times_of([{**row, "exposed_disk_s": 0.5} for row in rows], median)
+    assert disk == {**known, "exposed_disk_s": 0.5, "compute_s": pytest.approx(1.3)}
     assert times_of([{"step_s": 1.0}], median)["compute_s"] is None
 
 

@@ -11,9 +11,12 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload import spill
-from thinwire.hosts.offload.activations import in_slices, kept_by, kept_bytes, recompute
+from thinwire.hosts.offload.activations import in_slices, kept_by, kept_bytes, kept_of, recompute
 from thinwire.hosts.offload.tiling import tile
+from thinwire.layout.layers import layers_of
 from thinwire.losses import cut_loss
+from thinwire.models.build import build_skeleton
+from thinwire.models.hf import build_hf, skeleton_hf
 from thinwire.models.llama import PRESETS, Llama
 from thinwire.tiers import Pace, TierMeter
 
@@ -38,6 +41,35 @@ def test_what_is_kept_is_known_before(dtype: str, loss: str, recomputes: bool, t
             kept = kept_bytes(model, tokens, tokens)
         assert kept == kept_by(config, loss, 2, seq_len, dtype, recomputes=recomputes, tile=tiles)
         assert kept <= kept_by(config, loss, 2, seq_len, recomputes=recomputes, tile=tiles)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("family", "loss", "recomputes"), [("Qwen2", "plain", False), ("GPT2", "cut", True)])
+def test_what_a_model_of_transformers_keeps_is_known_too(
+    family: str, loss: str, recomputes: bool, dtype: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=300, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=128,
+        **({"num_key_value_heads": 2, "intermediate_size": 192} if family == "Qwen2" else {}),
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    model, tokens = build_hf(str(tmp_path), 300, 64, 0, {}).train(), torch.zeros(2, 64, dtype=torch.int64)
+    skeleton = skeleton_hf(str(tmp_path), 300, 64, {})
+    if loss == "cut":
+        cut_loss(model)
+    if recomputes:
+        recompute(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+        kept = kept_bytes(model, tokens, tokens)
+    found = kept_of(skeleton, loss, 2, 64, dtype)
+    # Tensors without values get a mask that real ones need not have, and a copy of keys and values for each head.
+    assert found is not None and 1 <= found["inputs" if recomputes else "keep"] / kept < 1.1
+    assert len(layers_of(skeleton)) == 3
+
+
+def test_what_nobody_can_know_before_is_not_known() -> None:
+    assert kept_of(build_skeleton("moe-tiny", 256, 32), "plain", 1, 32) is None
 
 
 def test_slices_of_a_batch_give_what_the_batch_gives() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+import thinwire
 from tests.workers import run_workers
 from thinwire import ConfigError
 from thinwire.compose import apply
@@ -133,3 +136,27 @@ def test_mistakes_are_refused_with_the_way_out() -> None:
         assert "'scale' is a scalar" in found["scalar"]
         assert "not in the optimizer" in found["muon"]
         assert "can't be sharded" in found["adafactor"]
+
+
+def offloaded(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """Weights after two steps, with and without torch's policy that keeps shards with the host."""
+    found, mesh = [], init_device_mesh("cpu", (world_size,))
+    for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 64), nn.Tanh(), nn.Linear(64, 64))
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh, offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        compressed = thinwire.compress_fsdp(model, thinwire.ZeroPP(), optimizer, announce=False)
+        for step in range(2):
+            model(inputs(step, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: param.full_tensor().clone() for name, param in model.named_parameters()})  # type: ignore[attr-defined]
+        compressed.close()
+    return found
+
+
+def test_torchs_offload_policy_changes_no_bit() -> None:
+    for plain, away in run_workers(offloaded, 2):
+        assert all(torch.equal(away[name], value) for name, value in plain.items())

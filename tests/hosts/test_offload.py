@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from tests.checkpoint.replicas import STRATEGIES, Net, Replica, atoms, batch
@@ -15,7 +20,13 @@ from thinwire import Residency
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload import replicas, spill
+from thinwire.hosts.offload.budget import fitted
+from thinwire.hosts.offload.journal import locked
 from thinwire.layout import buckets
+from thinwire.methods.memory import LENT_RATE, Setup
+from thinwire.models import FirstWeights
+from thinwire.models.build import build_model, build_skeleton
+from thinwire.tiers import DiskFile
 
 NAMES = ("zero", "sdp4bit-loco", "frontier")
 STEPS = 3
@@ -32,6 +43,8 @@ def ways(folder: Path) -> dict[str, Residency | None]:
         "weights": Residency(store=store, sub_group=1024, weights="disk", gradients="disk"),
         "int8": Residency(store=store, sub_group=1024, states="int8/64"),
         "int8, all": Residency(store=store, memory="100gb", states="int8/64"),
+        "bf16": Residency(store=store, sub_group=1024, states="bf16"),
+        "bf16, all": Residency(store=store, memory="100gb", states="bf16"),
         "recompute": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
         "slices": Residency(store=store, weights="disk", optimizer="memory", slices=2),
         "offload": Residency(store=store, optimizer="memory", activations="offload"),
@@ -40,9 +53,9 @@ def ways(folder: Path) -> dict[str, Residency | None]:
     }
 
 
-def sampled(folder: Path, weights: Any) -> Residency:
+def sampled(folder: Path, weights: Any, activations: str = "sample:0.5") -> Residency:
     """Half of the rows of what linear layers are given are kept."""
-    return Residency(store=str(folder / "store"), weights=weights, optimizer="memory", activations="sample:0.5")
+    return Residency(store=str(folder / "store"), weights=weights, optimizer="memory", activations=activations)
 
 
 def cut_small() -> None:
@@ -73,8 +86,11 @@ def first_runs(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
             tiers = replica.optimizer.tiers
             told["read", name, way] = tiers.snapshot().read_bytes if tiers is not None else 0
             replica.optimizer.close()
-    for way in ("memory", "disk"):
-        replica = Replica.make("zero", rank, world_size, 0, 1, sampled(folder, way))
+    for way, weights, activations in (
+        ("memory", "memory", "sample:0.5"), ("disk", "disk", "sample:0.5"),
+        ("computed again", "memory", "recompute+sample:0.5"), ("from the disk", "disk", "recompute:disk+sample:0.5"),
+    ):  # fmt: skip
+        replica = Replica.make("zero", rank, world_size, 0, 1, sampled(folder, weights, activations))
         before = followed(replica, 0, STEPS)
         replica.save(folder / "sampled" / way, STEPS)
         told["sampled", way] = before, followed(replica, STEPS, 2)
@@ -162,6 +178,61 @@ def gone_on(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
             replica.optimizer.close()
             journal.delete()
     return told
+
+
+def torn(rank: int, world_size: int, folder: Path, at: int) -> str:
+    """Steps that are kept, and one more, in whose write number `at` the second rank is killed: half is written."""
+    cut_small()
+    replica = Replica.make("zero", rank, world_size, 0, 1, durable(folder / str(at))["weights"])
+    for step in range(STEPS):
+        replica.step(step)
+        replica.optimizer.commit({})
+    write, count = DiskFile.write, 0
+
+    def torn_write(self: DiskFile, place: int, memory: torch.Tensor) -> None:
+        nonlocal count
+        count += rank == 1 and self.path is not None
+        if count == at:
+            memory[len(memory) // 2 :] = 255
+        write(self, place, memory)
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    DiskFile.write = torn_write  # type: ignore[method-assign]
+    try:
+        replica.step(STEPS)
+        replica.optimizer.commit({})
+        replica.step(STEPS + 1)
+    except RuntimeError as error:
+        return str(error)
+    return "nobody was killed"
+
+
+def gone_on_from_torn(rank: int, world_size: int, folder: Path, places: list[int]) -> list[Any]:
+    """What two more steps find of each run that was killed."""
+    cut_small()
+    found = []
+    for at in places:
+        replica = Replica.make("zero", rank, world_size, 9, 1, durable(folder / str(at))["weights"])
+        assert replica.optimizer.journal is not None
+        assert replica.optimizer.steps == STEPS, replica.optimizer.journal.row
+        assert isinstance(replica.model, Net)
+        replica.model.fixed.load_state_dict(Net(0).fixed.state_dict())
+        found.append(followed(replica, STEPS, 2))
+        replica.optimizer.close()
+    return found
+
+
+def test_a_process_killed_in_the_middle_of_a_write_goes_on_behind_the_step_before(
+    first: list[dict[Any, Any]], tmp_path: Path
+) -> None:
+    """In the first write of a step, and in a later one."""
+    places = [1, 5]
+    for at in places:
+        assert "rank 1" in run_workers(torn, 2, tmp_path, at, may_die=(1,))[0]
+    for own, found in zip(first, run_workers(gone_on_from_torn, 2, tmp_path, places), strict=True):
+        for each in found:
+            assert_same(each, own["zero", "weights"][1])
 
 
 def across(
@@ -302,23 +373,24 @@ def test_slices_of_a_micro_batch_read_weights_once(first: list[dict[Any, Any]]) 
 def test_sampled_rows_are_the_same_wherever_weights_lie_and_behind_a_restart(first: list[dict[Any, Any]]) -> None:
     for told in first:
         before, after = told["sampled", "memory"]
-        for way in ("disk", "again"):
+        for way in ("disk", "again", "computed again", "from the disk"):
             assert_same(told["sampled", way][0], before)
             assert_same(told["sampled", way][1], after)
         exact = told["zero", "memory"][0]
         assert before[0][0] == exact[0][0] and before[0][1:] != exact[0][1:]
 
 
-def test_moments_of_8_bits_are_the_same_wherever_they_lie_and_move_weights_little(
+def test_moments_of_8_and_16_bits_are_the_same_wherever_they_lie_and_move_weights_little(
     first: list[dict[Any, Any]], folder: Path
 ) -> None:
     for told in first:
         for name in NAMES:
-            for part in (0, 1):
-                assert_same(told[name, "int8"][part], told[name, "int8, all"][part])
-            rounded, exact = told[name, "int8"][1], told[name, "memory"][1]
-            assert rounded[0] != exact[0] and rounded[0] == pytest.approx(exact[0], rel=0.02)
-    (gone_on, _) = run_workers(later_runs, 2, folder, [("int8", "memory"), ("memory", "int8")])
+            for kind in ("int8", "bf16"):
+                for part in (0, 1):
+                    assert_same(told[name, kind][part], told[name, f"{kind}, all"][part])
+                rounded, exact = told[name, kind][1], told[name, "memory"][1]
+                assert rounded[0] != exact[0] and rounded[0] == pytest.approx(exact[0], rel=0.02)
+    (gone_on, _) = run_workers(later_runs, 2, folder, [("int8", "memory"), ("memory", "int8"), ("bf16", "memory")])
     for (name, before, _), (after, is_same) in gone_on.items():
         assert is_same
         # What is saved is what the moments are rounded to.
@@ -407,6 +479,182 @@ class Views(torch.nn.Module):
         return (x @ first).square().mean()
 
 
+def cut_from_nothing(rank: int, world_size: int) -> list[Any]:
+    """Losses of weights that are cut over ranks, from a whole model and from none; the most that was whole then."""
+    found, most, num_params = list[Any](), 0, 0
+    for is_hollow in (False, True):
+        model: Any = build_model("tiny", 300, 16)
+        initial: Any = None
+        if is_hollow:
+            skeleton: Any = build_skeleton("tiny", 300, 16)
+            model, first = thinwire.hollow(skeleton), FirstWeights(skeleton, 0)
+
+            def initial(name: str, model: Any = model, first: Any = first) -> torch.Tensor:
+                nonlocal most
+                most = max(most, sum(param.untyped_storage().nbytes() > 0 for param in model.parameters()))
+                return first(name)
+
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        num_params = len(list(model.parameters()))
+        method = thinwire.Frontier(weights_over=2, gradients_over=2)
+        _, optimizer = thinwire.zero(model, adamw, method, local_size=2, initial=initial, announce=False)
+        losses = []
+        for step in range(3):
+            tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(step))
+            losses.append(model(tokens, tokens))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([float(loss.detach()) for loss in losses])
+        optimizer.close()
+    return [*found, most, num_params]
+
+
+def test_weights_that_are_cut_are_never_whole() -> None:
+    for whole, cut, most, num_params in run_workers(cut_from_nothing, 2):
+        assert cut == whole
+        # Those of a layer, which is a bucket.
+        assert most <= num_params / 2
+
+
+def cut_ways(folder: Path) -> dict[str, Residency | None]:
+    """Weights that are cut over ranks: in memory; on disks, with all else or alone, and layers computed again."""
+    store = str(folder / "cut")
+    return {
+        "memory": None,
+        "disk": Residency(store=store, weights="disk", gradients="disk", sub_group=1024),
+        "again": Residency(store=store, weights="disk", optimizer="memory", activations="recompute"),
+        "durable": Residency(store=str(folder / "kept"), weights="disk", durable=True, sub_group=1024),
+    }
+
+
+def cut_over_disks(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
+    """Each way: three steps, a checkpoint, two more; then two from what another way has saved, or has kept."""
+    cut_small()
+    told: dict[Any, Any] = {}
+
+    def made(way: str, seed: int) -> Replica:
+        model = Net(seed)
+        adamw = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=3e-3)
+        method = thinwire.Frontier(weights_over=2, gradients_over=2, weights="bf16")
+        options: Any = {"seed": 3, "timeout_s": 300, "checked": False, "overlap": True}
+        wrapped, parallel = apply(method, model, adamw, local_size=2, residency=cut_ways(folder)[way], **options)
+        return Replica(model, wrapped, parallel, rank, world_size)
+
+    for way in cut_ways(folder):
+        replica = made(way, 0)
+        before = followed(replica, 0, STEPS)
+        replica.save(folder / way, STEPS)
+        if way == "durable":
+            replica.optimizer.commit({})
+        else:
+            told[way] = before, followed(replica, STEPS, 2)
+        if way == "disk":
+            kept: Any = replica.optimizer._residence.replicas  # type: ignore[attr-defined]
+            whole = sum(bucket.live.nbytes for bucket in kept.spots)
+            told["held"] = kept.used_bytes, kept.capacity_bytes, kept.total_bytes, whole
+        replica.optimizer.close()
+    for way, origin in (("disk", "memory"), ("memory", "disk"), ("again", "disk")):
+        replica = made(way, 9)
+        source = replica.load(folder / origin / f"step-{STEPS:08d}")
+        told[way, "again"] = source.is_same, followed(replica, STEPS, 2)
+        replica.optimizer.close()
+    replica = made("durable", 9)
+    assert isinstance(replica.model, Net) and replica.optimizer.steps == STEPS
+    replica.model.fixed.load_state_dict(Net(0).fixed.state_dict())
+    told["durable"] = followed(replica, STEPS, 2)
+    replica.optimizer.close()
+    return told
+
+
+def test_weights_that_are_cut_lie_on_all_disks_bit_for_bit(tmp_path: Path) -> None:
+    for told in run_workers(cut_over_disks, 2, tmp_path):
+        before, after = told["memory"]
+        for way in ("disk", "again"):
+            assert_same(told[way][0], before)
+            assert_same(told[way][1], after)
+        for way in ("disk", "memory", "again"):
+            assert told[way, "again"][0]
+            assert_same(told[way, "again"][1], after)
+        assert_same(told["durable"], after)
+        used, capacity, total, whole = told["held"]
+        # Each disk has a part, and so is read for a part.
+        assert used <= capacity < total and 2 * total == whole
+
+
+def without_a_folder(rank: int, world_size: int, folder: Path) -> list[Any]:
+    """The limit of the process before, in and behind a training under a budget; and its start-up table."""
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    os.environ |= {"TMPDIR": str(folder), LENT_RATE: "4gb/s"}
+    tempfile.tempdir = None
+    model = Views()
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+    residency = Residency(memory="3gb", weights="disk", optimizer="disk")
+    _, optimizer = thinwire.zero(model, adamw, thinwire.SDP4Bit(), residency=residency, announce=False)
+    model(torch.ones(4, 16)).backward()
+    optimizer.step()
+    limits = [before, resource.getrlimit(resource.RLIMIT_DATA)[0]]
+    table = optimizer.describe()
+    optimizer.close()
+    resource.setrlimit(resource.RLIMIT_DATA, (2_000_000_000, most))
+    adamw = torch.optim.AdamW(Views().parameters())
+    unstated, rows = fitted(Residency(), Setup(thinwire.SDP4Bit(), Views(), optimizer.comm.topology))
+    resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+    return [[*limits, resource.getrlimit(resource.RLIMIT_DATA)[0]], table, unstated.memory, rows]
+
+
+def test_a_budget_is_kept_by_the_kernel_and_needs_no_folder(tmp_path: Path) -> None:
+    ((limits, table, memory, rows),) = run_workers(without_a_folder, 1, tmp_path)
+    assert limits == [limits[0], 3_000_000_000, limits[0]] and limits[0] != limits[1]
+    told = {row[0]: row[1:] for row in table}
+    assert told["store"][0].startswith(str(tmp_path)) and told["disk rate"][0] == "4gb/s"
+    assert told["disk"][0] == "held to 4gb/s" and told["memory"][0] == "at most 3gb"
+    assert "MB written in a step" in told["wear of the disk"][0] and "TB a day" in told["wear of the disk"][1]
+    assert memory == "2000000000b" and [row[0] for row in rows] == ["memory", "store", "disk rate"]
+
+
+def foreign(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What is told of a folder that another run has used: with other seeds, another optimizer, on the second rank."""
+    found = []
+    for number, (kind, seed) in enumerate([*[("adamw", 0)] * 2, *[("adamw", 1)] * 3, ("sgd", 1)]):
+        model = Views()
+        made = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
+        inner = made(model.parameters(), lr=0.1)
+        # The fourth run leaves a step of its own on one rank alone.
+        store = folder / ("other" if number == 3 and rank else "store")
+        residency = Residency(store=str(store), durable=True)
+        _, optimizer = thinwire.zero(
+            model, inner, thinwire.Zero(), seed=seed, residency=residency, local_size=1, announce=False
+        )
+        assert optimizer.journal is not None
+        found.append(" ".join(optimizer.journal.row))
+        model(torch.ones(4, 16)).backward()
+        optimizer.step()
+        optimizer.commit({})
+        if number == 0 and rank == 0:
+            other = os.fork()
+            if not other:
+                try:
+                    locked(optimizer.journal.folder)
+                except ConfigError as error:
+                    os._exit(42 if "another run" in str(error) else 1)
+                os._exit(0)
+            found.append(str(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])))
+        optimizer.close()
+    return found
+
+
+def test_a_durable_step_of_another_run_is_never_gone_on_from(tmp_path: Path) -> None:
+    first, second = run_workers(foreign, 2, tmp_path)
+    assert first.pop(1) == "42"
+    for told in (first, second):
+        assert "every step" in told[0] and "goes on behind step 1" in told[1]
+        assert "begins anew a run of seed 0 has written it, and this one has 1" in told[2]
+        # Both have a step of a run of this seed and optimizer, but not of the same run.
+        assert "begins anew no step is on the disks of all ranks" in told[4]
+        assert "begins anew a run of optimizer AdamW has written it, and this one has SGD" in told[5]
+
+
 def edited(rank: int, world_size: int, folder: Path) -> list[list[Any]]:
     """Input gradients, weights after a step, and weights after an edit by hand and another one; memory, then disk."""
     cut_small()
@@ -492,11 +740,15 @@ def test_an_embedding_on_the_disk_is_that_of_memory_and_only_its_rows_are_read(t
 def refused(rank: int, world_size: int) -> list[str]:
     found = []
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}), ("adamw", {}),
+        ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}),
+        ("adamw", {"durable": True}), ("adamw", {"memory": "300mb"}), ("adamw", {"memory": "800mb"}),
         ("mfac", {"store": "/var/tmp", "durable": True}),
     ]  # fmt: skip
     for optimizer, options in cases:
-        model = torch.nn.Linear(4, 4)
+        # Whole in memory already, and never written.
+        num, size = (40, 2048) if options.get("memory") == "800mb" else (1, 4)
+        layers = (torch.nn.utils.skip_init(torch.nn.Linear, size, size) for _ in range(num))
+        model = torch.nn.Sequential(*layers)
         params = list(model.parameters())
         kinds: dict[str, Any] = {"muon": thinwire.Muon, "mfac": thinwire.MFAC, "adamw": torch.optim.AdamW}
         made = kinds[optimizer](params)
@@ -509,8 +761,13 @@ def refused(rank: int, world_size: int) -> list[str]:
 def test_what_can_not_lie_on_a_disk_is_refused() -> None:
     (found,) = run_workers(refused, 1)
     for message, part in zip(
-        found, ("nearest: adamw or apollo", "lies on tmpfs", "no store is stated", "one slot each"), strict=True
-    ):
+        found,
+        (
+            "nearest: adamw or apollo", "lies on tmpfs", "no store is stated, and a durable run",
+            "below the floor of 544 MB", "this process has", "one slot each",
+        ),
+        strict=True,
+    ):  # fmt: skip
         assert part in message
 
 
@@ -525,9 +782,9 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
         ({"states": "imt8"}, "states 'imt8' of Residency: .*did you mean 'int8'"),
         ({"states": 8}, "states 8 of Residency: must be a string"),
         ({"states": "int4/64:nearest"}, "rounded at random, .*; nearest: 'int4/64'"),
-        ({"states": "int8/64+zstd"}, "moments must be fp32, or integers .*; nearest: 'int8/64'"),
+        ({"states": "int8/64+zstd"}, "moments must be fp32, bf16, or integers .*; nearest: 'int8/64'"),
         ({"states": "int8/100"}, "in groups that divide 1024; nearest: 'int8/64'"),
-        ({"states": "bf16"}, "moments must be fp32, or integers of 3 bits or more, .*; nearest: 'int8/64'"),
+        ({"states": "fp16"}, "moments must be fp32, bf16, or integers of 3 bits or more, .*; nearest: 'int8/64'"),
         ({"states": "int2/64"}, "of 3 bits or more"),
         ({"gradients": "disk", "optimizer": "memory"}, "nearest: --residency.optimizer disk, or --residency.gradients"),
         ({"slices": 0}, "--residency.slices 0: must be at least 1; nearest: 1"),
@@ -539,3 +796,41 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Residency(**options)
+
+
+def on_islands(rank: int, world_size: int, folder: Path) -> list[Any]:
+    """Losses and weights of one of two islands, in memory and with all on a disk; what is refused there."""
+    cut_small()
+    told: list[Any] = []
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("island", "data"))
+    for residency in (None, Residency(store=str(folder), weights="disk", gradients="disk", sub_group=1024)):
+        model, method = Net(0), thinwire.DiLoCo(inner=thinwire.SDP4Bit(), sync_every=2)
+        adamw = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        methods: list[Any] = [method] if residency is None else [method, residency]
+        stage = thinwire.parallelize(model, adamw, mesh, methods, announce=False)
+        losses = []
+        for step in range(5):
+            loss = stage.module(batch(step)[rank * 12 : (rank + 1) * 12])
+            loss.backward()
+            stage.optimizer.step()
+            stage.optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        stage.optimizer.finish()
+        with thinwire.whole(model):
+            told.append([losses, {name: param.detach().clone() for name, param in model.named_parameters()}])
+        stage.optimizer.close()
+    with pytest.raises(ConfigError) as error:
+        method = thinwire.DiLoCo(inner=thinwire.SDP4Bit(), sync_every=2, fedspeed=1.0)
+        residency, other = Residency(store=str(folder), durable=True), Net(0)
+        adamw = torch.optim.AdamW([param for param in other.parameters() if param.requires_grad])
+        thinwire.parallelize(other, adamw, mesh, [method, residency], announce=False)
+    return [*told, str(error.value)]
+
+
+def test_islands_have_a_disk_each(tmp_path: Path) -> None:
+    first, second = run_workers(on_islands, 2, tmp_path)
+    for plain, disk, refused in (first, second):
+        assert_same(disk, plain)
+        assert "without durable" in refused and "leave the correction out" in refused
+    assert first[0][0] != second[0][0]
+    assert all(torch.equal(value, second[1][1][name]) for name, value in first[1][1].items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,56 @@ def test_a_micro_batch_reads_the_minimum_and_any_order_is_served(tmp_path: Path)
     # Another order may read what it had better not; never more than once for each use.
     assert all(num <= 2 * 7 * LAYER_BYTES for num in read[3:])
     assert full == len(read)
+
+
+def ahead_of_a_held_disk(rank: int, world_size: int, folder: Path, room: int) -> list[tuple[int, list[int]]]:
+    """Of each layer of a forward in which the disk stands still until the layer computes: its number, and the reads
+    that were begun before."""
+    cut_small()
+    model, x = Ordered(), torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    residency = Residency(store=str(folder), weights="disk", optimizer="memory")
+    _, optimizer = thinwire.zero(model, sgd, thinwire.Zero(), residency=residency, announce=False)
+    held: Any = None if optimizer._residence is None else optimizer._residence.replicas
+    held.capacity_bytes = room * LAYER_BYTES
+    forward, numbers = list(range(LAYERS)), {bucket: number for number, bucket in enumerate(held.spots)}
+    for _ in range(2):
+        model(x, forward).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    stands, read, found = threading.Event(), held._read, list[tuple[int, list[int]]]()
+
+    def held_read(bucket: Any, spot: Any) -> None:
+        stands.wait()
+        read(bucket, spot)
+
+    def note(number: int) -> None:
+        # What the layer itself waits for passes; all else waits for the next one.
+        found.append((number, [numbers[b] for b, spot in held.spots.items() if spot.reading is not None]))
+        stands.clear()
+
+    held._read = held_read
+    bring = held.bring
+
+    def brought(*buckets: Any) -> None:
+        stands.set()
+        bring(*buckets)
+
+    held.bring = brought
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, number=number: note(number))
+    with torch.no_grad():
+        model(x, forward)
+    stands.set()
+    optimizer.close()
+    return found
+
+
+def test_reads_are_ahead_as_far_as_the_budget_allows(tmp_path: Path) -> None:
+    """The disk moves only while a layer waits for it; with room for four layers three reads are begun behind each."""
+    for room in (2, 4):
+        (found,) = run_workers(ahead_of_a_held_disk, 1, tmp_path, room)
+        assert [number for number, _ in found] == list(range(LAYERS))
+        depths = [len([other for other in begun if other > number]) for number, begun in found]
+        assert max(depths) == room - 1, found

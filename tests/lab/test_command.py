@@ -40,6 +40,7 @@ def counted(output: str) -> dict[int, tuple[int, int]]:
         (["--nodes", "2", "true"], ["2 problems", "unexpected 'true': the command to run", "no command"]),
         (["--rate", "100", "--slow", "7=fast", "--slow", "x", "--", "no-such-program"],
          ["5 problems", "'100mbit'", "rate 'fast'", "slow node 7", "slow 'x'", "'no-such-program' was not found"]),
+        (["--disk-rate", "500MB", "--", "true"], ["disk rate '500MB': is not a size a second"]),
         (["--check", "--", "true"], ["--check runs no command: leave out 'true'"]),
         (["--check", "--nodes", "0"], ["nodes 0 must be from 1"]),
         (["--check", "--nodes", "1"], ["--check: a network of 1 node has no link", "nearest: --nodes 2"]),
@@ -57,12 +58,13 @@ def test_output_is_merged_and_bytes_are_shown(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    script = "echo rank $RANK of $WORLD_SIZE with $OMP_NUM_THREADS"
-    assert run_lab(["--nodes", "2", "--local-size=2", "--slow", "1=20mbit", "--", "sh", "-c", script]) == 0
+    script = "echo rank $RANK of $WORLD_SIZE with $OMP_NUM_THREADS at $THINWIRE_DISK_RATE"
+    words = ["--nodes", "2", "--local-size=2", "--slow", "1=20mbit", "--disk-rate", "50MB/s"]
+    assert run_lab([*words, "--", "sh", "-c", script]) == 0
     output = capfd.readouterr().out
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     for rank in range(4):
-        assert f"[node {rank // 2} rank {rank}] rank {rank} of 4 with {threads}\n" in output
+        assert f"[node {rank // 2} rank {rank}] rank {rank} of 4 with {threads} at 50MB/s\n" in output
     assert "2 node(s) x 2 rank(s), links of 100mbit, node 1: 20mbit" in output
     assert f"OMP_NUM_THREADS={threads} (" in output
     assert counted(output).keys() == {0, 1}

@@ -35,6 +35,8 @@ from thinwire.training.engine import build_optimizer
 SHAPES = {"wide": (24, 50), "tall": (50, 24), "square": (20, 20), "table": (37, 24), "bias": (24,)}
 CHOSEN = "wide|tall|square"
 PERIOD, STEPS = 3, 7
+# In the middle of a period.
+SAVED = 4
 KINDS: dict[str, dict[str, Any]] = {
     "apollo": {},
     "apollo-rows": {"channels": "rows", "rank": 5},
@@ -231,7 +233,7 @@ def test_bytes_of_the_sums_are_those_of_the_formula() -> None:
 
 
 def keep(replica: tuple[nn.Module, Any], folder: Path) -> None:
-    """Save the optimizer after three steps."""
+    """Save the optimizer."""
     optimizer = replica[1]
     comm = optimizer.comm
 
@@ -239,7 +241,7 @@ def keep(replica: tuple[nn.Module, Any], folder: Path) -> None:
         return [int(n) for n in comm.wait(comm.all_gather_exact(torch.tensor([number])))]
 
     saver = Saver(folder, Disk.find(folder, comm.rank, gather), default_store(), Keep(), 60.0)
-    saver.save(3, optimizer.snapshot(), loss=None, about={})
+    saver.save(SAVED, optimizer.snapshot(), loss=None, about={})
     saver.close()
     assert not saver.problems()
 
@@ -252,26 +254,26 @@ def replica(kind: str, method: Any, seed: int) -> tuple[nn.Module, Any]:
 
 
 def moved(rank: int, world_size: int, folder: Path, source: str, host: str) -> dict[str, Any]:
-    """Go on from what another world saved after three steps, if any, and save it anew; the weights after all steps."""
+    """Go on from what another world saved, if any, and save it anew; the weights after all steps."""
     told: dict[str, Any] = {}
     method = thinwire.DDP() if host == "ddp" else FSDP() if host == "fsdp" else thinwire.Zero()
     for kind in ("apollo", "apollo-rows", "apollo-mini"):
         model, optimizer = replica(kind, method, seed=7 if not source else 9)
         report = []
         if source:
-            found = Source(folder / kind / source / "step-00000003", rank)
+            found = Source(folder / kind / source / f"step-{SAVED:08d}", rank)
             optimizer.restore(found)
             report = found.report()
         else:
-            trained(model, optimizer, range(3))
+            trained(model, optimizer, range(SAVED))
         keep((model, optimizer), folder / kind / f"{world_size}-{host}")
-        trained(model, optimizer, range(3, STEPS))
+        trained(model, optimizer, range(SAVED, STEPS))
         told[kind] = optimizer.masters(list(SHAPES)), report
         if source:
             # The same layout, bit for bit.
             again, other = replica(kind, method, seed=9)
-            other.restore(Source(folder / kind / f"{world_size}-{host}" / "step-00000003", rank))
-            trained(again, other, range(3, STEPS))
+            other.restore(Source(folder / kind / f"{world_size}-{host}" / f"step-{SAVED:08d}", rank))
+            trained(again, other, range(SAVED, STEPS))
             assert all(torch.equal(value, told[kind][0][name]) for name, value in other.masters(list(SHAPES)).items())
         optimizer.close()
     return told

@@ -146,7 +146,7 @@ def test_an_optimizer_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture
     for flags, why in {
         "--strategy dgc": "strategy dgc keeps the momentum",
         "--strategy diloco": "ask for what trains them, such as --strategy ddp",
-        "--strategy zero --memory 2gb": "counted on the data axis alone",
+        "--strategy zero --tensor 2": "counted on the data axis alone",
     }.items():
         with pytest.raises(ConfigError, match=why):
             run_explain([*flags.split(), "--optimizer", "apollo"])

@@ -22,6 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.models import MoELlama, build_model, build_skeleton
 from thinwire.models.kept import whole
 from thinwire.models.moe import MIXTURES, MoE, mixtral_config, mixtral_weights
+from thinwire.pruning import curvature
 from thinwire.pruning.curvature import gradients, surgery
 from thinwire.pruning.masks import lowest, mask_of, scores
 from thinwire.pruning.prune import prune
@@ -147,7 +148,8 @@ def test_curvature_prunes_a_mixture_as_other_methods_do() -> None:
     """The same shares go, other weights than by size, and what stays has moved; gradients are those of a backward."""
     model, plain = small(), small()
     wanted = "model.layers.0.self_attn.q_proj.weight"
-    (found,) = gradients(plain, [plain.get_parameter(wanted)], text(2, 2))
+    ((found, mean_square),) = gradients(plain, [plain.get_parameter(wanted)], text(2, 2))
+    assert mean_square == pytest.approx(float(found.square().mean()))
     tokens = text(2, 2)[1][1:]
     nn.functional.cross_entropy(plain(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     torch.testing.assert_close(found[3], plain.get_parameter(wanted).grad)
@@ -160,6 +162,37 @@ def test_curvature_prunes_a_mixture_as_other_methods_do() -> None:
     assert not torch.equal(done.masks[wanted], by_size.masks[wanted])
     assert float((weight - before)[done.masks[wanted]].abs().max()) > 1e-3
     assert all(param.requires_grad for param in model.parameters())
+
+
+def test_curvature_takes_as_little_memory_as_is_asked_and_may_be_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, in_parts, twice = small(), small(), small()
+    masks = prune(at_once, text(2, 2), method="obs").masks
+    monkeypatch.setattr(curvature, "MOST_BYTES", 10_000)
+    most, plain = 0, curvature.gradients
+
+    def measured(*given: Any) -> Any:
+        nonlocal most
+        found = plain(*given)
+        most = max(most, sum(grads.nbytes for grads, _ in found))
+        return found
+
+    monkeypatch.setattr("thinwire.pruning.prune.gradients", measured)
+    assert prune(in_parts, text(2, 2), method="obs").masks.keys() == masks.keys()
+    assert 0 < most <= 10_000
+    for name, mask in masks.items():
+        weight = in_parts.get_parameter(name).detach()
+        assert torch.equal(weight != 0, mask), name
+        torch.testing.assert_close(weight, at_once.get_parameter(name).detach(), rtol=1e-3, atol=1e-4)
+    monkeypatch.undo()
+    anew = prune(twice, text(2, 2), method="obs", rounds=2)
+    assert anew.sparsity == pytest.approx(0.5) and any(not torch.equal(anew.masks[name], masks[name]) for name in masks)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"method": "wanda"}, "wanda measures"),
+        ({"pattern": "2:4"}, "one share"),
+    ]
+    for options, why in refused:
+        with pytest.raises(ConfigError, match=why):
+            prune(twice, text(), rounds=2, **{"method": "obs", **options})
 
 
 class Even(nn.Module):

@@ -21,7 +21,7 @@ FIGURES: dict[str, Any] = {
     "step_s": 0.5, "tokens_per_s": 128.0, "compute_s": 0.3, "exposed_comm_s": 0.2, "codec_s": 0.0,
     "kernel_sent_bytes_per_step": 2.0e6, "kernel_sent_bytes_per_step_worst_node": 2.1e6, "sent_bytes_per_step": 1.9e6,
     "train_loss": 3.0, "heldout_loss": 3.1, "minutes_to_target": 1.5, "peak_rss_bytes": 5e8, "bound_s": 0.4,
-    "unhidden_s": 0.1, "step_over_bound": 1.25,
+    "unhidden_s": 0.1, "step_over_bound": 1.25, "exposed_disk_s": None, "disk_bytes_per_step": None,
 }  # fmt: skip
 UNKNOWN = dict.fromkeys(FIGURES)
 
@@ -77,6 +77,13 @@ def test_a_race_with_a_failure_and_one_that_misses_the_target(tmp_path: Path) ->
         assert words in page
     assert not re.search(r"(?:src|href)=|url\(|@import|<script|nan|None", page)
     pictures(page)
+
+
+def test_what_a_disk_moves_has_a_column_and_a_part_of_each_bar(tmp_path: Path) -> None:
+    disk = {**FIGURES, "compute_s": 0.25, "exposed_disk_s": 0.05, "disk_bytes_per_step": 3e9}
+    page = write_race(tmp_path, row("zero", FIGURES), row("on a disk", disk))
+    for words in ("disk per step", "3 GB", "waiting for the disk", "of which 50 ms for the disk"):
+        assert words in page
 
 
 def test_losses_stand_over_each_contestants_own_time(tmp_path: Path) -> None:

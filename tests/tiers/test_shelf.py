@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from thinwire.codecs import Integer
+from thinwire.codecs import Cast, Integer
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.tiers import BLOCK_BYTES, PLAIN, Coding, Pace, Shelf, TierMeter, check_folder
 
@@ -93,6 +93,26 @@ def test_coded_numbers_have_no_bias(tmp_path: Path) -> None:
     # Steps of about 3/127, each draw within one: the mean of 400 within five deviations.
     assert (total / 400 - values).abs().max() < 5 * 0.5 * (4 / 127) / 20
     own.close()
+
+
+def test_numbers_in_bf16_have_no_bias_and_are_rounded_alike_at_any_cut() -> None:
+    """Also where they are less than half of the least step from what they were: nearest rounding would lose them."""
+    coding, values = Coding(Cast("bf16")), torch.randn(1024, generator=torch.Generator().manual_seed(1)).exp()
+    values[:4] = torch.tensor([0.0, torch.inf, torch.nan, 1 + 2**-12])
+    total, packet, found = torch.zeros(1024), torch.empty(2048, dtype=torch.uint8), torch.empty(1024)
+    for seed in range(400):
+        coding.encode(values.clone(), packet, seed=seed, counter=7)
+        coding.decode(packet, found)
+        total += found
+    # Steps of 2^-7 of a number at most: the mean of 400 draws within five deviations.
+    bound = 5 * 0.5 * 2**-7 / 20
+    assert bool(((total / 400 - values)[3:].abs() < bound * values[3:]).all()) and total[0] == 0
+    assert total[1] == torch.inf and bool(total[2].isnan())
+    parts = torch.empty(2048, dtype=torch.uint8)
+    for first in (0, 512):
+        own = slice(2 * first, 2 * first + 1024)
+        coding.encode(values[first : first + 512].clone(), parts[own], seed=399, counter=7 + first)
+    assert torch.equal(parts, packet)
 
 
 def test_what_the_disk_gives_back_is_compared(tmp_path: Path) -> None:

@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.offload.hollow import is_hollow
 from thinwire.launch.line import read_config
-from thinwire.launch.prepare import plan
-from thinwire.methods.memory import efficiency
+from thinwire.launch.prepare import check_norms, plan
+from thinwire.methods.memory import Floor, efficiency, placed
 from thinwire.models.build import build_skeleton
+from thinwire.models.hf import build_hf
 from thinwire.planner.command import run_explain
 from thinwire.run.config import TrainConfig
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run
+from thinwire.training.engine import built
 
 CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-over", "2"]
 
@@ -28,8 +33,15 @@ CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-o
         (["--memory", "300mb"], "is below the floor of"),
         (["--store", "/dev/shm/x"], "lies on tmpfs, which is memory and not a disk"),
         (["--memory", "2gb", "--strategy", "ddp"], "ddp keeps all it has in memory; nearest that does not: sdp4bit"),
+        (
+            ["--memory", "2gb", "--strategy", "zeropp"],
+            "zeropp keeps all it has in memory; nearest that does not: sdp4bit",
+        ),
         (["--memory", "2gb", "--optimizer", "muon"], "muon looks across matrices"),
         (["--memory", "2gb", "--optimizer", "mfac", "--residency.durable", "true"], "its pieces have one slot each"),
+        (["--memory", "2gb", "--strategy", "diloco", "--inner", "ddp"], "ddp keeps all it has in memory"),
+        (["--store", "/var/tmp", "--strategy", "diloco", "--inner", "zero", "--residency.durable", "true"],
+         "agree on a step only when they exchange"),
         (["--memory", "2gb", "--residency.memory", "3gb"], "--memory 2gb and --residency.memory 3gb: give one"),
         (["--memory", "2gb", "--residency.tile", "8"], "nearest: '1x8'"),
         (["--memory", "2gb", "--residency.tile", "1x8"], "nearest: model.embed_tokens=1x8"),
@@ -40,7 +52,7 @@ CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-o
         (["--slices", "2", "--documents", "true"], "--slices with --documents"),
         (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not supported"),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_be_is_refused(tmp_path: Path, words: list[str], told: str) -> None:
     problems = Problems()
     with pytest.raises(ConfigError) as error:
@@ -59,22 +71,39 @@ def test_a_budget_decides_what_lies_where() -> None:
         config = TrainConfig(
             model="125m", workers=4, local_size=1, micro_batch=1, memory=memory, store="/var/tmp", dtype=dtype
         )
-        residency, floor = resolved(Run.of(config), skeleton)
+        residency, setup = resolved(Run.of(config), skeleton)
         chosen[memory, dtype] = residency.weights, residency.gradients, residency.activations
-        floor.check(residency.memory_bytes)
+        Floor.of(residency, setup).check(residency.memory_bytes)
     expected = [("memory", "memory", "keep"), ("disk", "memory", "keep"), ("disk", "disk", "keep")]
     expected += [("disk", "disk", "recompute"), ("disk", "disk", "recompute:disk")]
     assert chosen == dict(zip(cases, expected, strict=True))
 
 
+def test_weights_lie_where_a_step_moves_less() -> None:
+    """On one rank of 125m, states that don't fit beside weights move more than weights that pass through memory."""
+    skeleton, moved = build_skeleton("125m", 256, 256), {}
+    for workers, memory in ((1, "2400mb"), (4, "2400mb")):
+        for where in ("auto", "memory", "disk"):
+            config = TrainConfig(
+                model="125m", workers=workers, local_size=1, micro_batch=1, memory=memory, store="/var/tmp",
+                dtype="fp32", tables={"residency": {"weights": where}},
+            )  # fmt: skip
+            residency, setup = resolved(Run.of(config), skeleton)
+            moved[workers, where] = sum(part.read + part.written for part in placed(residency, setup))
+            assert where != "auto" or residency.weights == ("disk" if workers == 1 else "memory")
+    assert moved[1, "auto"] == moved[1, "disk"] < moved[1, "memory"]
+    assert moved[4, "auto"] == moved[4, "disk"] == moved[4, "memory"] == 0
+
+
 def test_the_nearest_budget_is_large_enough() -> None:
     skeleton, common = build_skeleton("125m", 256, 256), {"model": "125m", "store": "/var/tmp", "micro_batch": 1}
     below = TrainConfig(workers=4, local_size=1, memory="500mb", **common)  # type: ignore[arg-type]
-    residency, floor = resolved(Run.of(below), skeleton)
+    floor = Floor.of(*resolved(Run.of(below), skeleton))
     with pytest.raises(ConfigError, match=r"activations .* MB; nearest: --memory") as error:
-        floor.check(residency.memory_bytes)
+        floor.check(500_000_000)
     near = str(error.value).split("--memory ")[-1].split(",")[0]
-    residency, floor = resolved(Run.of(replace(below, memory=near)), skeleton)
+    residency, setup = resolved(Run.of(replace(below, memory=near)), skeleton)
+    floor = Floor.of(residency, setup)
     floor.check(residency.memory_bytes)
     # The floor is what is needed, and not what would be comfortable.
     assert residency.memory_bytes is not None and residency.memory_bytes < 1.02 * floor.num_bytes
@@ -86,11 +115,104 @@ def test_where_all_lies_is_explained(capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     for part in ("where all lies", "masters and optimizer state", "of the disk in a step", "in a step"):
         assert part in out
+    assert run_explain([*words, "--rate", "100mbit"]) == 0
+    assert "--strategy all: sdp4bit with --memory" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="name one strategy"):
-        run_explain(words)
+        run_explain([*words, "--strategy", "zero,sdp4bit"])
+    with pytest.raises(ConfigError, match="muon looks across matrices, and would hold all of them"):
+        run_explain([*words, "--optimizer", "muon"])
+
+
+def test_state_of_other_optimizers_is_counted(tmp_path: Path) -> None:
+    """M-FAC keeps 32 gradients: its pieces, with all of them, are what a budget must hold, and a disk."""
+    skeleton = build_skeleton("demo", 256, 256)
+    floors = {}
+    for optimizer in ("adamw", "apollo", "mfac"):
+        config = TrainConfig(
+            model="demo", workers=4, local_size=1, micro_batch=1, memory="2gb", store="/var/tmp", optimizer=optimizer
+        )
+        floors[optimizer] = Floor.of(*resolved(Run.of(config), skeleton))
+    numel = sum(param.numel() for param in skeleton.parameters())
+    least = min(floors["adamw"].disk, 12 * numel // 4)
+    # Master, momentum and 32 rows of the window, of a quarter of the elements.
+    assert floors["mfac"].disk == pytest.approx(34 * 4 * numel / 4, rel=0.02) and least == pytest.approx(3 * numel)
+    assert floors["apollo"].disk < floors["adamw"].disk
+    largest = max(param.numel() for param in skeleton.parameters())
+    assert floors["mfac"].parts["optimizer"] >= 34 * 4 * largest / 4
+    assert floors["apollo"].parts["sums"] > 0
 
 
 def test_efficiency_is_that_of_the_paper() -> None:
     """ZeRO-Infinity, section 4: 2,048 tokens, 60 GB/s, 70 TFLOP/s; four times the batch."""
     assert efficiency(2048, 60e9, 70e12) == pytest.approx(0.637, abs=1e-3)
     assert efficiency(8192, 60e9, 70e12) == pytest.approx(0.875, abs=1e-3)
+
+
+def test_what_islands_exchange_is_counted_and_a_rank_shares_with_its_own_island() -> None:
+    skeleton, common = build_skeleton("demo", 256, 256), {"model": "demo", "store": "/var/tmp", "micro_batch": 1}
+    alone = TrainConfig(workers=2, local_size=1, memory="2gb", strategy="sdp4bit", **common)  # type: ignore[arg-type]
+    islands = replace(alone, strategy="diloco", inner="sdp4bit")
+    plain, outer = (Floor.of(*resolved(Run.of(config), skeleton)) for config in (alone, islands))
+    numel = sum(param.numel() for param in skeleton.parameters())
+    more = sum(num_bytes for name, num_bytes in outer.parts.items() if name not in plain.parts)
+    # Outer parameters and momentum; and a rank of an island of one has all masters.
+    assert more >= 8 * numel and outer.disk == pytest.approx(2 * plain.disk, rel=0.01) and "packets" not in outer.parts
+
+
+def test_norms_of_sequences_that_come_again_must_fit_on_the_disk(tmp_path: Path) -> None:
+    config = TrainConfig(
+        model="tiny",
+        workers=2,
+        steps=10**12,
+        tokens_per_step=1024,
+        activations="sample:0.3",
+        run_dir=str(tmp_path / "r"),
+    )
+    check_norms(Run.of(config), 1000)
+    with pytest.raises(ConfigError, match=r"needs .* GB and the disk has"):
+        check_norms(Run.of(config), 10**12)
+    # None is seen twice.
+    check_norms(Run.of(replace(config, steps=10)), 10**12)
+
+
+def folder_of(path: Path, **more: Any) -> Path:
+    """A model of transformers with weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, **more,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def test_a_folder_of_transformers_is_never_whole_where_its_weights_lie_on_the_disk(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "model")
+    config = TrainConfig(
+        model=f"hf:{path}", micro_batch=1, memory="2gb", store="/var/tmp", seq_len=32,
+        tables={"residency": {"weights": "disk"}},
+    )  # fmt: skip
+    run, skeleton = Run.of(config), build_skeleton(config.model, 256, 32)
+    residency, setup = resolved(run, skeleton)
+    assert setup.kept is not None and not setup.is_built_whole and not Floor.of(residency, setup).start
+    made = built(run, 256, {}, Device())
+    whole = build_hf(str(path), 256, 32, 0, {})
+    assert all(map(is_hollow, made.model.parameters())) and made.initial is not None and not made.why_whole
+    assert all(torch.equal(made.initial(name), param) for name, param in whole.named_parameters())
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    _, setup = resolved(run, skeleton)
+    assert setup.is_built_whole and Floor.of(residency, setup).start > setup.model_bytes
+    made = built(run, 256, {}, Device())
+    assert made.why_whole == "transformers draws the first weights of a model all at once"
+    mixture = TrainConfig(model="moe-tiny", micro_batch=1, memory="2gb", tables={"residency": {"weights": "disk"}})
+    made = built(Run.of(mixture), 256, {}, Device())
+    assert "mixture" in made.why_whole and not any(map(is_hollow, made.model.parameters()))
+    with pytest.raises(ConfigError, match="the model is built whole at first"):
+        many = torch.nn.Sequential(*(torch.nn.Linear(1 << 12, 1 << 12, device="meta") for _ in range(40)))
+        away = replace(residency, gradients="disk")
+        Floor.of(away, replace(setup, model=many, micro_batches=1)).check(10**9)
+    problems = Problems()
+    words = ["--model", f"hf:{path}", "--memory", "500mb", "--seq-len", "32", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=r"activations .*; nearest: --memory"):
+        plan(read_config(words, problems), problems)

@@ -25,6 +25,8 @@ from thinwire.table import Row as EffectRow
 
 FAILED, UNFINISHED = "failed", "unfinished"
 REFERENCE = "ddp-bf16"
+# Rank 0's bytes to and from its disk.
+DISK_BYTES = ("disk_read_bytes", "disk_written_bytes")
 TARGET_REFERENCES = ("zero", "ddp")
 AVERAGES: dict[str, Callable[[Iterable[float]], float]] = {"mean": fmean, "median": median}
 
@@ -35,11 +37,13 @@ class Figures:
 
     Args:
         step_s, exposed_comm_s, codec_s: of rank 0, medians over the timed steps; means in a race with islands.
-        compute_s: step_s minus exposed_comm_s.
+        exposed_disk_s: in which rank 0 waited for its disk; None: nothing lies on one.
+        compute_s: step_s minus exposed_comm_s and exposed_disk_s.
         sent_bytes_per_step: payload of rank 0. A mean over the timed steps of each start, then the median of the
             starts; their mean in a race with islands.
         kernel_sent_bytes_per_step: all bytes on a node's link divided by its ranks, averaged in the same way; the mean
             over the nodes, and the worst node.
+        disk_bytes_per_step: that rank 0 reads from its disk and writes to it; None: nothing lies on one.
         bound_s: max(compute alone, bytes / rate).
         unhidden_s: time that must be added to it, see `least_time`.
         minutes_to_target: step_s times the steps until the smoothed training loss reaches the target.
@@ -49,6 +53,7 @@ class Figures:
     tokens_per_s: float | None = None
     compute_s: float | None = None
     exposed_comm_s: float | None = None
+    exposed_disk_s: float | None = None
     codec_s: float | None = None
     kernel_sent_bytes_per_step: float | None = None
     kernel_sent_bytes_per_step_worst_node: float | None = None
@@ -57,6 +62,7 @@ class Figures:
     heldout_loss: float | None = None
     minutes_to_target: float | None = None
     peak_rss_bytes: float | None = None
+    disk_bytes_per_step: float | None = None
     bound_s: float | None = None
     unhidden_s: float | None = None
     step_over_bound: float | None = None
@@ -215,7 +221,8 @@ def seed_result(
             tokens_per_s=plan.tokens_per_step / step_s if step_s else None,
             kernel_sent_bytes_per_step=fmean(sent) / plan.lab.local_size if sent else None,
             kernel_sent_bytes_per_step_worst_node=max(sent) / plan.lab.local_size if sent else None,
-            sent_bytes_per_step=payload_per_step(entry.legs, run, average),
+            sent_bytes_per_step=bytes_per_step(entry.legs, run, ("sent_bytes",), average),
+            disk_bytes_per_step=bytes_per_step(entry.legs, run, DISK_BYTES, average) or None,
             train_loss=_known(losses[-1]) if losses else None,
             heldout_loss=_known(number(run.summary.get("heldout_loss"))),
             minutes_to_target=reached * step_s / 60 if reached and step_s else None,
@@ -228,10 +235,12 @@ def seed_result(
 
 
 def times_of(rows: Sequence[Mapping[str, Any]], average: Callable[[Iterable[float]], float]) -> dict[str, float | None]:
-    """Seconds of a typical step. Computing is the step minus waiting, so that the two add up to the step."""
+    """Seconds of a typical step. Computing is the step minus waiting, so that they add up to the step."""
     found = {name: _average(rows, name, average) for name in ("step_s", "exposed_comm_s", "codec_s")}
-    step_s, exposed = found["step_s"], found["exposed_comm_s"]
-    return found | {"compute_s": None if step_s is None or exposed is None else step_s - exposed}
+    # A run without a disk says 0, one by another program nothing.
+    found["exposed_disk_s"] = _average(rows, "exposed_disk_s", average) or None
+    step_s, exposed, disk_s = found["step_s"], found["exposed_comm_s"], found["exposed_disk_s"] or 0.0
+    return found | {"compute_s": None if step_s is None or exposed is None else step_s - exposed - disk_s}
 
 
 def spread_of(
@@ -261,12 +270,16 @@ def per_step(legs: Sequence[Leg], name: str, average: Callable[[Iterable[float]]
     return [average(node) for node in zip(*counted, strict=True)]
 
 
-def payload_per_step(
-    legs: Sequence[Leg], run: RunFiles, average: Callable[[Iterable[float]], float] = median
+def bytes_per_step(
+    legs: Sequence[Leg], run: RunFiles, names: Sequence[str], average: Callable[[Iterable[float]], float] = median
 ) -> float | None:
-    """Bytes by the meter of rank 0, averaged like the kernel's; None if the run did not count them."""
+    """Bytes under these names by rank 0's meters, averaged like the kernel's; None if the run did not count them."""
     counted = [
-        [number(row.get("sent_bytes")) for row in run.steps if leg.first_timed <= row["step"] <= leg.last_timed]
+        [
+            sum(number(row.get(name)) for name in names)
+            for row in run.steps
+            if leg.first_timed <= row["step"] <= leg.last_timed
+        ]
         for leg in legs
     ]
     means = [fmean(values) for values in counted if values]

@@ -23,7 +23,7 @@ from thinwire.hosts.stages import StageAxis, skeleton_of
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Residency, resident_method
+from thinwire.methods.memory import Residency, check_outer, resident_method
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel
@@ -64,6 +64,7 @@ class AxisMethods:
             raise ConfigError("a process has one residency: give one thinwire.Residency")
         if residencies:
             resident_method(method, names_of(mesh))
+            check_outer(residencies[0], method)
         sizes, alike = sizes_of(mesh), [one for one in methods if not isinstance(one, Connected | Residency)]
         return cls(
             method, (*pipelines, Pipeline())[0],

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.options import ExportConfig
 from thinwire.convert.saved import SavedRun, load_run
 from thinwire.convert.tokenizer import write_tokenizer
-from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
+from thinwire.convert.verify import Fidelity, KeptLogits, UnfaithfulError, compare
 from thinwire.data import Tokenizer, heldout_batches
 from thinwire.errors import ConfigError
 from thinwire.models import HFCausalLM, Llama, MoELlama
@@ -41,6 +42,8 @@ class Exported:
 def export(config: ExportConfig) -> Exported:
     """Write the folder, load it with transformers, and compare. If they differ, delete the folder.
 
+    One model is in memory at a time.
+
     Raises ConfigError for a run that can't be read or a folder that is in use. Raises UnfaithfulError if the tokenizer
     or the model that transformers loads differs from the run's.
     """
@@ -51,8 +54,10 @@ def export(config: ExportConfig) -> Exported:
         write_model(run, DTYPES[config.dtype], folder)
         write_tokenizer(run.config.tokenizer, run.config.seq_len, folder)
         check_tokenizer(folder, run.tokenizer, texts)
-        theirs = reload(folder)
-        fidelity = compare(run.model, theirs, texts)
+        with TemporaryDirectory(dir=folder) as kept:
+            ours = KeptLogits(run.model, texts, Path(kept))
+            theirs = reload(folder)
+            fidelity = compare(ours, theirs, texts)
         fidelity.check(config.max_kl, config.min_agreement)
     return Exported(run.step, theirs.num_parameters(), type(theirs).__name__, fidelity)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,14 +42,38 @@ class Fidelity:
             )
 
 
+class KeptLogits:
+    """What a model has said of batches, in files, so that it need not be in memory beside another one.
+
+    Call it once for each batch, in order. The model's weights are given up.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, batches: Iterable[Tensor], folder: Path) -> None:
+        """folder: the files lie in it, each until it is read."""
+        self._files: list[Path] = []
+        for number, tokens in enumerate(batches):
+            self._files.append(folder / f"logits-{number}.pt")
+            torch.save(model(tokens), self._files[-1])
+        model.to("meta")
+        self._coming = iter(self._files)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The logits of the next batch, [batch, seq, vocab]."""
+        file = next(self._coming)
+        found: Tensor = torch.load(file, weights_only=True)
+        file.unlink()
+        return found
+
+
 @torch.no_grad()
-def compare(ours: nn.Module, theirs: Any, batches: Iterable[Tensor]) -> Fidelity:
+def compare(ours: Callable[[Tensor], Tensor], theirs: Any, batches: Iterable[Tensor]) -> Fidelity:
     """Compare both models on batches of tokens, int64 [batch, seq].
 
     The divergence is the sum over the vocabulary of p (log p - log q), with p of `ours`, in fp64.
 
     Args:
-        ours: model whose ours(tokens) gives logits [batch, seq, vocab].
+        ours: gives logits [batch, seq, vocab] of tokens: a model, or what was kept of one.
         theirs: a causal LM of transformers.
     """
     divergence, num_same, num_tokens = 0.0, 0, 0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.origin import ModelOrigin, load_folder, open_origin
-from thinwire.convert.verify import UnfaithfulError
+from thinwire.convert.verify import KeptLogits, UnfaithfulError
 from thinwire.errors import ConfigError
 from thinwire.expansion.families import Growth
 from thinwire.expansion.roles import ALL_ZERO, CANCELLING, KEPT, Draw
@@ -79,7 +80,11 @@ def expand(
         small = origin.model()
         num_parameters = sum(shape.numel() for shape in shapes.values())
         num_small = sum(parameter.numel() for parameter in small.parameters())
-        return Expanded(num_parameters, num_small, *proof(origin, small, load_folder(folder), data, sequences))
+        texts = list(origin.tokens(data, sequences))
+        # One model is in memory at a time.
+        with TemporaryDirectory(dir=folder) as kept:
+            ours = KeptLogits(small, (tokens for tokens, _ in texts), Path(kept))
+            return Expanded(num_parameters, num_small, *proof(ours, load_folder(folder), texts))
 
 
 def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> Iterator[tuple[str, Tensor]]:
@@ -98,15 +103,15 @@ def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> I
 
 @torch.no_grad()
 def proof(
-    origin: ModelOrigin, small: nn.Module, large: nn.Module, data: str | None, sequences: int
+    small: Callable[[Tensor], Tensor], large: Callable[[Tensor], Tensor], texts: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[int, float, tuple[float, float]]:
-    """Compare the logits on held-out text: number of tokens, error and losses of `Expanded`.
+    """Compare the logits of tokens and targets: number of tokens, error and losses of `Expanded`.
 
     Raises UnfaithfulError if the error is above MOST_ERROR or no number.
     """
     furthest = largest = num_tokens = 0.0
     losses = [0.0, 0.0]
-    for tokens, targets in origin.tokens(data, sequences):
+    for tokens, targets in texts:
         ours, theirs = small(tokens), large(tokens)
         furthest = max(furthest, float((ours - theirs).abs().max()), key=lambda x: math.inf if math.isnan(x) else x)
         largest = max(largest, float(ours.abs().max()))

@@ -14,6 +14,7 @@ from thinwire.codecs import derive_seed
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.methods.interface import Cuts
+from thinwire.methods.memory import Across
 from thinwire.methods.sums import ParamGroups, Round, parts_of, rounds_of, sent_by_rounds
 from thinwire.optim import Shards, SummingOptimizer
 from thinwire.optim.sums import Bring, Values
@@ -30,6 +31,14 @@ def looking_across(inner: torch.optim.Optimizer, named: Mapping[str, nn.Paramete
         return {}
     found, groups = {id(param) for param in inner.matrices}, group_of(inner)
     return {name: groups[id(param)] for name, param in named.items() if id(param) in found}
+
+
+def across_of(inner: torch.optim.Optimizer, model: nn.Module) -> Across | None:
+    """The optimizer, with what it looks across in a model; None for one that looks across nothing."""
+    if not isinstance(inner, SummingOptimizer):
+        return None
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return Across(inner, looking_across(inner, trained))
 
 
 @dataclass(frozen=True)

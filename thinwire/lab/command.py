@@ -49,6 +49,9 @@ class LabOptions:
     memory: str | None = None
     """Most memory of each rank, such as 1gb: a limit of the kernel (RLIMIT_DATA), which `thinwire train` takes for its
     --memory."""
+    disk_rate: str | None = None
+    """Rate to which reads and writes of each rank's disk are held together, such as 500MB/s, where `thinwire train` or
+    a `thinwire.Residency` in its script states none."""
     check: bool = False
     """Measure every link instead of running a command; exit code 1 where one is more than 5 % off."""
 
@@ -62,7 +65,11 @@ def run_lab(args: Sequence[str]) -> int:
     """Run the command line. Return the exit code. Raises ConfigError before anything is made."""
     options, spec, command = read(args)
     limit = None if options.memory is None else memory_bytes(options.memory)
-    return run_check(spec) if options.check else run_command(spec, command, dict(os.environ), limit)
+    env = dict(os.environ)
+    if options.disk_rate is not None:
+        env |= disk_variable(options.disk_rate)
+        say(f"what a rank keeps on a disk moves at {options.disk_rate} at most, unless it states a rate itself")
+    return run_check(spec) if options.check else run_command(spec, command, env, limit)
 
 
 def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
@@ -78,6 +85,8 @@ def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
         slow |= problems.note(parse_slow, text) or {}
     if options.memory is not None:
         problems.note(memory_bytes, options.memory)
+    if options.disk_rate is not None:
+        problems.note(disk_variable, options.disk_rate)
     for text in options.link:
         link |= problems.note(parse_link, text) or {}
     with problems.collect():
@@ -101,6 +110,14 @@ def memory_bytes(text: str) -> int:
     from thinwire.methods.memory import read_bytes
 
     return read_bytes(text, "--memory")
+
+
+def disk_variable(text: str) -> dict[str, str]:
+    """The variable by which ranks are told of a rate such as 500MB/s. Raises ConfigError."""
+    from thinwire.methods.memory import LENT_RATE, read_byte_rate
+
+    read_byte_rate(text)
+    return {LENT_RATE: text}
 
 
 def run_command(spec: LabSpec, command: Sequence[str], env: dict[str, str], limit: int | None = None) -> int:

@@ -30,11 +30,12 @@ from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.apart import apart
 from thinwire.launch.machine import choose_dtype, free_port, port_is_free, threads_per_worker
 from thinwire.launch.start import Start
+from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape, check_beside
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Residency, check_across, check_at_once, resident_method
+from thinwire.methods.memory import Floor, Residency, check_across, check_at_once, check_outer, resident_method
 from thinwire.methods.pipeline.across import REPLICAS
 from thinwire.methods.pipeline.cut import SPREAD, layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
@@ -299,6 +300,7 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         return
     axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
     resident_method(run.strategy, axes)
+    problems.note(check_outer, residency, run.strategy)
     optimizer = name_of(run.config.optimizer or "")
     if optimizer in (*NAMED, *JOINT) and residency.optimizer != "memory":
         with problems.collect():
@@ -313,7 +315,8 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         limits = limits_itself(run.config.optimizer or "")
         check_at_once(residency, optimizer, limits=limits, max_norm=config.grad_clip)
     problems.raise_any()
-    residency, floor = resolved(run, model)
+    residency, setup = resolved(run, model)
+    floor = Floor.of(residency, setup)
     if config.compile and (
         residency.weights == "disk" or residency.activations not in ("auto", "keep") or residency.tile is not None
     ):
@@ -455,7 +458,8 @@ def check_data(config: TrainConfig) -> None:
 def check_model(config: TrainConfig) -> nn.Module | None:
     """The model without memory.
 
-    Of a transformers model only the config is checked, unless its experts lie on several ranks.
+    Of a transformers model only the config is checked, unless its experts lie on several ranks, or a part of it on a
+    disk.
     """
     problems = Problems()
     tokenizer = problems.note(load_tokenizer, config.tokenizer)
@@ -466,8 +470,8 @@ def check_model(config: TrainConfig) -> nn.Module | None:
     if tokenizer is None or config.seq_len <= 0:
         return None
     if config.model.startswith("hf:"):
-        has_experts = EXPERTS in config.tables or config.mesh_shape.expert > 1
-        return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len) if has_experts else None
+        asks = EXPERTS in config.tables or config.mesh_shape.expert > 1 or RESIDENCY in tables_in_effect(config)
+        return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len) if asks else None
     with torch.device("meta"):
         return build_model(
             config.model,
@@ -701,7 +705,9 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     run, start = plan(config, problems)
     config = run.config
     train, _ = tokens_of(config, load_tokenizer(config.tokenizer)).split(config.seq_len)
-    check_returns(run, count_sequences(train, config.seq_len))
+    num_sequences = count_sequences(train, config.seq_len)
+    check_returns(run, num_sequences)
+    check_norms(run, num_sequences)
     logging.getLogger("numba").setLevel(logging.WARNING)
     # What the ranks choose later packs like the stand-in, or as borders do.
     codecs = (*run.codecs, *(Pipeline().codecs if config.is_planned_late else ()))
@@ -714,6 +720,23 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
         # The steps of a run of the same name are of no use to this one.
         shutil.rmtree(run.residency.folder, ignore_errors=True)
     return run, start
+
+
+def check_norms(run: Run, num_sequences: int) -> None:
+    """Raise ConfigError if the disk can't hold the norms of all sequences that this run may see twice."""
+    config, residency = run.config, run.residency
+    taken = config.steps * (config.tokens_per_step or 0) // config.seq_len
+    if residency is None or residency.sampled is None or (config.minutes is None and taken <= num_sequences):
+        return
+    skeleton = build_skeleton(
+        config.model, load_tokenizer(config.tokenizer).vocab_size, config.seq_len,
+        config.tables.get(model_table(config.model) or ""),
+    )  # fmt: skip
+    # Layers that share an input share their norms, so it may be less.
+    linears = [each for layer in layers_of(skeleton) for each in layer.modules() if isinstance(each, nn.Linear)]
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
+    own = -(-num_sequences // config.world_size)
+    check_folder(residency.folder, num_here * 2 * config.seq_len * len(linears) * own)
 
 
 def check_returns(run: Run, num_sequences: int) -> None:

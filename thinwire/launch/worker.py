@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import resource
 import sys
 import time
 import traceback
@@ -25,7 +24,7 @@ from thinwire.collectives.incarnations import Incarnations, connect
 from thinwire.collectives.store_gather import gather
 from thinwire.device import Device, choose, take
 from thinwire.errors import PeerLostError, Problems, ThinwireError
-from thinwire.hosts.offload.room import few_primitives, give_pages_back, small_stacks
+from thinwire.hosts.offload.room import hold_to
 from thinwire.launch.machine import threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.run.config import with_derived
@@ -109,15 +108,6 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     dist.destroy_process_group()
     del held
     return stop.signum
-
-
-def hold_to(memory_bytes: int) -> None:
-    """Limit this process to a memory budget, enforced by the kernel."""
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, most))
-    small_stacks()
-    give_pages_back()
-    few_primitives()
 
 
 def work_on(run: Run, place: ProcessPlace, start: Start) -> int:

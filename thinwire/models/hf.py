@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,20 +118,26 @@ def hollow_hf(
     config = check_hf(folder, vocab_size, seq_len, overrides)
     import transformers
 
-    path = Path(folder).expanduser()
-    if not look_into(path):
-        return None, None, "transformers draws the first weights of a model all at once"
-    if is_pruned(path):
-        return None, None, "its matrices are pruned"
     with explained(folder), torch.random.fork_rng(), parameters_on_meta():
         model = fresh(transformers, config)
     kinds = {name: param.dtype for name, param in model.named_parameters()}
+    if why := why_whole_hf(folder, kinds):
+        return None, None, why
     made = HFCausalLM(model.float().train(), longest(config) or seq_len)
-    stored = StoredWeights(path, kinds)
-    if stored.missing:
-        return None, None, f"{len(stored.missing)} weights have another name in its files: {stored.missing[0]}"
+    stored = StoredWeights(Path(folder).expanduser(), kinds)
     stored.fill_buffers(model)
     return made, stored, ""
+
+
+def why_whole_hf(folder: str, names: Iterable[str]) -> str:
+    """Why a folder does not give its weights one by one; empty: it does. names: of weights in transformers."""
+    path = Path(folder).expanduser()
+    if not look_into(path):
+        return "transformers draws the first weights of a model all at once"
+    if is_pruned(path):
+        return "its matrices are pruned"
+    missing = StoredWeights(path, dict.fromkeys(names, torch.float32)).missing
+    return f"{len(missing)} weights have another name in its files: {missing[0]}" if missing else ""
 
 
 @contextmanager

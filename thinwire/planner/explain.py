@@ -52,7 +52,7 @@ from thinwire.planner.experts import (
 )
 from thinwire.planner.forward import kept_of
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
-from thinwire.planner.residency import Resident, where_all_lies
+from thinwire.planner.residency import PLACED, Resident, where_all_lies
 from thinwire.planner.search import Search, exchange_s, search
 from thinwire.planner.stages import Grid, Stages, held_bytes, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
@@ -168,6 +168,9 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     searched_all = config.stages == AUTO and config.strategy == "all"
     if searched_all:
         config = replace(config, strategy=",".join(SEARCHED))
+    places_default = config.memory is not None and config.strategy == "all"
+    if places_default:
+        config = replace(config, strategy=PLACED)
     names = chosen(config.strategy, problems)
     laid, asked = None, config
     if not out_of_range:
@@ -195,6 +198,9 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if searched_all:
         why = "other methods change what a step learns; name those to be tried"
         notes.insert(0, ("--strategy all", f"{' and '.join(SEARCHED)} are tried", why))
+    if places_default:
+        why = "of one strategy it is said where all lies; --strategy names another"
+        notes.insert(0, ("--strategy all", f"{PLACED} with --memory", why))
     kept, rows = activations_on(laid)
     notes = [
         *notes_on(config, names, kept is not None, laid.search is not None),
@@ -237,14 +243,14 @@ def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_
     if AUTO in config.tables.get(EXPERTS, {}).values():
         config, notes = found_experts(config, names, rate, local_rate)
     shape = mesh_of(config)
-    cut = config.memory or config.stages or shape.tensor * shape.pipeline * shape.expert > 1
+    cut = config.stages or shape.tensor * shape.pipeline * shape.expert > 1
     optimizer, _ = read_optimizer(config.optimizer, COUNTED)
     if optimizer not in COUNTED:
         raise ConfigError(f"--optimizer {config.optimizer}: counted are {', '.join(COUNTED)}; nearest: adamw")
     if optimizer != ADAMW and cut:
         raise ConfigError(
-            f"--optimizer {config.optimizer}: counted on the data axis alone, and in memory: leave --mesh, "
-            "--stages, --tensor and --memory out; nearest: --optimizer adamw"
+            f"--optimizer {config.optimizer}: counted on the data axis alone: leave --mesh, --stages and --tensor out; "
+            "nearest: --optimizer adamw"
         )
     model = model_of(config)
     total = sum(param.numel() for param in model.parameters() if param.requires_grad)

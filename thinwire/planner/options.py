@@ -70,8 +70,8 @@ class ExplainConfig:
     memory_gb: float | None = None
     """Memory of one rank in GB, for --stages auto."""
     memory: str | None = None
-    """Budget of each rank, such as 2gb, as for `thinwire train`: of a single strategy, where all lies, in memory or on
-    a disk, and what a step moves."""
+    """Budget of each rank, such as 2gb, as for `thinwire train`: of a single strategy, by default sdp4bit, where all
+    lies, in memory or on a disk, and what a step moves."""
     disk_rate: str | None = None
     """Rate of each rank's disk, such as 500MB/s, with --memory; adds the disk's seconds."""
     recipe: Literal["22b", "175b", "1t"] | None = None

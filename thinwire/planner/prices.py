@@ -8,7 +8,7 @@ from dataclasses import replace
 from thinwire.cost.graph import ROUND
 from thinwire.cost.simulator import COMMUNICATION, TRAINING
 from thinwire.errors import ConfigError
-from thinwire.methods.memory import Floor, Residency, placed as parts_of, resident_method, settled
+from thinwire.methods.memory import Floor, Residency, Setup, placed as parts_of, resident_method, settled
 from thinwire.methods.memory.floor import PROCESS_BYTES
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.forward import layer_and_ends
@@ -76,7 +76,6 @@ def resident(pricing: Pricing, way: Candidate) -> Priced:
     if math.inf in (written, read):
         raise ConfigError("the disk was not measured; nearest: thinwire calibrate --disk FOLDER")
     whole = alone(pricing, replace(way, memory=""))
-    place = resident_method(pricing.methods[way.strategy]), pricing.model, pricing.replicas(way), way.num_micro_batches
     layer, ends = layer_and_ends(pricing.config, pricing.seq_len)
     num_layers = len(pricing.model.model.layers)
     borders = 4 * num_layers * pricing.seq_len * pricing.model.config.hidden_size
@@ -84,10 +83,12 @@ def resident(pricing: Pricing, way: Candidate) -> Priced:
         "keep": int(way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes)),
         "recompute": int(way.micro_batch * (layer.kept_bytes + ends.kept_bytes + borders)),
     }
-    residency = settled(Residency(memory=way.memory), *place, kept)
+    method = resident_method(pricing.methods[way.strategy])
+    setup = Setup(method, pricing.model, pricing.replicas(way), way.num_micro_batches, kept)
+    residency = settled(Residency(memory=way.memory), setup)
     budget = residency.memory_bytes or 0
-    Floor.of(residency, *place, kept).check(budget)
-    parts = list(parts_of(residency, *place, kept))
+    Floor.of(residency, setup).check(budget)
+    parts = list(parts_of(residency, setup))
     hosts = pricing.machine.cores.hosts
     # All ranks of a machine use its disk at once.
     moved_s = sum(part.read / read + part.written / written for part in parts) * max(map(hosts.count, hosts))

@@ -10,16 +10,35 @@ from torch import nn
 
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload.activations import kept_ways
+from thinwire.hosts.offload.activations import kept_of, vocabulary_of
 from thinwire.hosts.offload.tiling import tiled_shapes
+from thinwire.hosts.sums import across_of
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Floor, MemoryPart, Residency, efficiency, placed, resident_method, settled
-from thinwire.models.llama import Llama
+from thinwire.methods.memory import (
+    Floor,
+    MemoryPart,
+    Residency,
+    Setup,
+    check_across,
+    check_outer,
+    efficiency,
+    outer_bytes,
+    placed,
+    resident_method,
+    settled,
+)
+from thinwire.methods.outer.base import IslandsMethod
 from thinwire.options import RESIDENCY, made
 from thinwire.planner.options import ExplainConfig
 from thinwire.report.units import bytes_text, seconds_text
+from thinwire.run.optimizer import name_of, optimizer_over
+from thinwire.run.residency import why_whole
+from thinwire.table import Row
+
+# The strategy whose parts are placed where none is stated.
+PLACED = "sdp4bit"
 
 
 @dataclass(frozen=True)
@@ -27,7 +46,7 @@ class Resident:
     """Where the parts of a rank's training lie under a budget, and rows of (asked for, in effect, why)."""
 
     parts: list[MemoryPart]
-    rows: list[tuple[str, str, str]]
+    rows: list[Row]
 
 
 def where_all_lies(
@@ -39,23 +58,33 @@ def where_all_lies(
     stated = {name: value for name, value in flags.items() if value is not None}
     residency = made(Residency, {**config.tables.get(RESIDENCY, {}), **stated})
     if len(names) != 1:
-        raise ConfigError("--memory: name one strategy whose parts are to be placed; nearest: --strategy sdp4bit")
+        raise ConfigError(f"--memory: name one strategy whose parts are to be placed; nearest: --strategy {PLACED}")
     method = strategy_of(names[0], config)
     shape = MeshShape({}) if config.mesh is None else MeshShape.parse(config.mesh)
+    inner = optimizer_over(config.optimizer, model, lr=0.0, weight_decay=0.0, seed=0)
+    given, whole = (config.loss, config.micro_batch, config.seq_len), why_whole(config.model, model)
     cuts = {"pipeline": config.stages, "tensor": config.tensor}
     axes = {name for name, size in shape.sizes.items() if size > 1} | {name for name, at in cuts.items() if at}
     shapes = tiled_shapes(model, residency.tile)
-    place = resident_method(method, axes), shapes, Topology(config.nodes, config.local_size), config.micro_batches or 1
-    kept: dict[str, int] | None = None
-    rows: list[tuple[str, str, str]] = []
-    if type(model) is Llama:
-        loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, model.config.vocab_size)
+    check_outer(residency, method)
+    # An island is a node.
+    topology = Topology(1 if isinstance(method, IslandsMethod) else config.nodes, config.local_size)
+    setup = Setup(
+        resident_method(method, axes), shapes, topology, config.micro_batches or 1,
+        kept_of(model, *given, slices=residency.slices or 1, tile=residency.tile), across_of(inner, model),
+        outer=outer_bytes(method, model, topology), is_built_whole=bool(whole),
+    )  # fmt: skip
+    if setup.across is not None and residency.optimizer != "memory":
+        check_across(residency, name_of(config.optimizer), streams=setup.across.optimizer.streams)
+    kept, rows = setup.kept, list[Row]()
+    if kept is None:
+        rows.append(("activations", "not counted", "of such a model nobody knows them without a step of it"))
+    elif (words := vocabulary_of(model)) is not None:
+        loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, words)
         rows.append((f"--loss {config.loss}", loss, why))
-        given = config.loss, config.micro_batch, config.seq_len
-        kept = kept_ways(model.config, *given, slices=residency.slices or 1, tile=residency.tile)
-    else:
-        rows.append(("activations", "not counted", "they are known of presets such as demo alone"))
-    residency = settled(residency, *place, kept)
+    residency = settled(residency, setup)
+    if whole and (residency.weights == "disk" or setup.is_cut):
+        rows.append(("weights", "the whole model on every rank, at first", whole))
     if residency.is_sliced:
         slices = min(residency.slices or 1, config.micro_batch)
         rows.append((f"--slices {residency.slices}", f"{slices} parts in each layer", "weights are read once for all"))
@@ -64,8 +93,8 @@ def where_all_lies(
         rows.append(
             ("activations", f"layers are computed again, {what}", f"whole they would take {bytes_text(kept['keep'])}")
         )
-    Floor.of(residency, *place, kept).check(residency.memory_bytes)
-    parts = list(placed(residency, *place, kept))
+    Floor.of(residency, setup).check(residency.memory_bytes)
+    parts = list(placed(residency, setup))
     moved = sum(part.read + part.written for part in parts)
     rows.append((f"--memory {config.memory}", f"{bytes_text(moved)} to and from the disk in a step", "of each rank"))
     if residency.rate is not None:

@@ -15,16 +15,27 @@ from thinwire.optim.fisher import InverseFisher, combined, products
 DAMPING = 0.01
 # Rows whose matrices are in memory at once.
 ROWS_AT_ONCE = 64
+# Of the gradients of all sequences that are in memory at once.
+MOST_BYTES = 1 << 30
 
 
-def gradients(model: nn.Module, weights: Sequence[Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient of the loss of each sequence by each of the weights, fp32 [sequences, *shape].
+def gradients(
+    model: nn.Module, weights: Sequence[Tensor], batches: Sequence[Tensor],
+    parts: Sequence[Callable[[Tensor], Tensor]] | None = None,
+) -> list[tuple[Tensor, float]]:  # fmt: skip
+    """The gradient of the loss of each sequence by each of the weights, and the mean square of its elements.
 
     The loss is the mean cross-entropy of the next token.
+
+    Args:
+        parts: of each weight, what is kept of a gradient; None: all.
+
+    Shape: fp32 [sequences, *shape of the part].
     """
     trained = {param: param.requires_grad for param in model.parameters()}
     options: dict[str, Any] = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
-    found: list[tuple[Tensor, ...]] = []
+    found: list[list[Tensor]] = [[] for _ in weights]
+    squares = [0.0] * len(weights)
     try:
         for param in trained:
             param.requires_grad_(any(param is weight for weight in weights))
@@ -33,11 +44,13 @@ def gradients(model: nn.Module, weights: Sequence[Tensor], batches: Sequence[Ten
                 given = model(tokens, **options)
                 logits = getattr(given, "logits", given)
                 loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-                found.append(torch.autograd.grad(loss, list(weights), materialize_grads=True))
+                for place, grad in enumerate(torch.autograd.grad(loss, list(weights), materialize_grads=True)):
+                    squares[place] += float(grad.float().square().mean())
+                    found[place].append((grad if parts is None else parts[place](grad)).float().clone())
     finally:
         for param, was_trained in trained.items():
             param.requires_grad_(was_trained)
-    return [torch.stack(each).float() for each in zip(*found, strict=True)]
+    return [(torch.stack(each), square / len(each)) for each, square in zip(found, squares, strict=True)]
 
 
 def surgery(weight: Tensor, rows: Tensor, damping: float, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -59,13 +72,30 @@ def surgery(weight: Tensor, rows: Tensor, damping: float, choose: Callable[[Tens
     return stays, (weight + InverseFisher(kept, damping).product(combined(kept, lost))) * stays
 
 
-def operate(matrices: Tensor, grads: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """`surgery` on all rows of matrices [..., out, in]; grads: [sequences, ..., out, in]."""
-    shape = matrices.shape
-    weight, grads = matrices.flatten(0, -2).float(), grads.flatten(1, -2)
+def operate(
+    weight: Tensor, grads: Tensor, mean_square: float, choose: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`surgery` on rows [rows, in] of a matrix; grads: [sequences, rows, in], mean_square: of all its gradients."""
     # Where no sequence has a gradient, sizes alone decide.
-    damping = DAMPING * float(grads.square().mean()) or 1.0
-    parts = zip(weight.split(ROWS_AT_ONCE), grads.split(ROWS_AT_ONCE, dim=1), strict=True)
-    found = [surgery(part, own.transpose(0, 1), damping, choose) for part, own in parts]
-    stays, values = (torch.cat(each).view(shape) for each in zip(*found, strict=True))
+    damping = DAMPING * mean_square or 1.0
+    pairs = zip(weight.float().split(ROWS_AT_ONCE), grads.split(ROWS_AT_ONCE, dim=1), strict=True)
+    found = [surgery(part, own.transpose(0, 1), damping, choose) for part, own in pairs]
+    stays, values = (torch.cat(each) for each in zip(*found, strict=True))
     return stays, values
+
+
+def in_groups(shapes: Sequence[torch.Size], num_sequences: int) -> list[list[tuple[int, slice]]]:
+    """Rows of matrices [rows, in] whose gradients fit in memory together: of each group (number of a matrix, rows)."""
+    groups: list[list[tuple[int, slice]]] = []
+    left = 0
+    for number, (num_rows, width) in enumerate(shapes):
+        row_bytes, first = 4 * num_sequences * width, 0
+        while first < num_rows:
+            if left < row_bytes:
+                groups.append([])
+                left = max(MOST_BYTES, row_bytes)
+            last = min(num_rows, first + left // row_bytes)
+            groups[-1].append((number, slice(first, last)))
+            left -= (last - first) * row_bytes
+            first = last
+    return groups

@@ -33,15 +33,16 @@ class Written:
 
 def write_pruned(config: PruneConfig) -> Written:
     """Prune a copy of the model and write it. Raises ConfigError, and UnfaithfulError if zeros are lost on the way."""
-    check(config.method, config.pattern, config.sparsity)
+    check(config.method, config.pattern, config.sparsity, config.rounds)
     origin = open_origin(config.source)
     with new_folder(Path(config.out)) as folder:
         model = as_transformers(origin, folder)
         before = loss_of(model, origin, config)
         texts = [tokens for tokens, _ in origin.tokens(config.data, config.samples, trains=True)]
         pruned = prune(
-            model.model, texts, sparsity=config.sparsity, method=config.method, pattern=config.pattern, seed=config.seed
-        )
+            model.model, texts, sparsity=config.sparsity, method=config.method, pattern=config.pattern,
+            seed=config.seed, rounds=config.rounds,
+        )  # fmt: skip
         with explained(folder):
             if config.packed:
                 model.model.config.save_pretrained(folder)

@@ -44,8 +44,8 @@ def lowest(score: Tensor, num: int) -> Tensor:
     return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, True)
 
 
-def check(method: str, pattern: str, sparsity: float) -> None:
-    """Raise ConfigError for an unknown method or pattern, and a sparsity that the pattern can't have."""
+def check(method: str, pattern: str, sparsity: float, rounds: int = 1) -> None:
+    """Raise ConfigError for an unknown method or pattern, and a sparsity or rounds that they can't have."""
     for what, value, known in (("method", method, METHODS), ("pattern", pattern, PATTERNS)):
         if value not in known:
             raise ConfigError(f"--{what} {value}: must be one of {', '.join(known)}; nearest: {known[0]}")
@@ -54,6 +54,11 @@ def check(method: str, pattern: str, sparsity: float) -> None:
         raise ConfigError(f"--sparsity {sparsity:g}: must be above 0 and below 1; nearest: {close}")
     if pattern == "2:4" and sparsity != 0.5:
         raise ConfigError(f"--sparsity {sparsity:g}: the pattern 2:4 has 0.5, which is the nearest")
+    if rounds < 1:
+        raise ConfigError(f"--rounds {rounds}: must be at least 1; nearest: 1")
+    if rounds > 1 and (method != "obs" or pattern == "2:4"):
+        why = "the pattern 2:4 has one share" if method == "obs" else f"{method} measures no gradients"
+        raise ConfigError(f"--rounds {rounds}: {why}; nearest: --rounds 1")
 
 
 def check_width(name: str, width: int, pattern: str) -> None:

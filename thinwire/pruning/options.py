@@ -25,6 +25,8 @@ class PruneConfig:
     method: Literal["moe-pruner", "wanda", "magnitude", "random", "obs"] = "moe-pruner"
     """Score of a weight: moe-pruner (size, and the norm of its inputs times their gates), wanda (without gates),
     magnitude, random, or obs (what the loss grows by; what is kept makes up for it)."""
+    rounds: int = 1
+    """Of obs: how often the gradients of a layer are measured, while its zeros grow to the share."""
     pattern: Literal["rows", "2:4"] = "rows"
     """rows: the lowest of each row; 2:4: two of every four neighbours."""
     packed: bool = False

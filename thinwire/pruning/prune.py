@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from thinwire.codecs.random import named_seed, uniform
 from thinwire.errors import ConfigError
 from thinwire.hosts.experts import ExpertRanks
 from thinwire.hosts.experts.parallel import spread_over
-from thinwire.pruning.curvature import gradients, operate
+from thinwire.pruning.curvature import gradients, in_groups, operate
 from thinwire.pruning.masks import check, check_width, mask_of, scores
 
 # Parts of a layer that choose experts.
@@ -60,6 +61,7 @@ def prune(
     method: str = "moe-pruner",
     pattern: str = "rows",
     seed: int = 0,
+    rounds: int = 1,
     group: dist.ProcessGroup | None = None,
 ) -> Pruned:
     """Set weights of all layers' matrices and experts to zero, in place. Routers, embeddings and the output layer stay.
@@ -78,11 +80,12 @@ def prune(
             sequence's loss, behind the layers that are pruned already, see `surgery`; in one process.
         pattern: rows, or 2:4.
         seed: of `random`.
+        rounds: of obs: how often the gradients of a layer are measured, while its zeros grow to the share.
         group: the ranks; None: all.
 
     Raises ConfigError for a model or options that don't allow pruning. Source: MoE-Pruner, algorithm 1.
     """
-    check(method, pattern, sparsity)
+    check(method, pattern, sparsity, rounds)
     layers = layers_of(model)
     many = dist.is_available() and dist.is_initialized()
     if method == "obs" and many and dist.get_world_size(group) > 1:
@@ -104,7 +107,10 @@ def prune(
                 for squares in {id(target.squares): target.squares for target in targets}.values():
                     dist.all_reduce(squares, group=group)
             if method == "obs":
-                prune_by_curvature(model, targets, batches, done, sparsity, pattern)
+                for number_of_round in range(1, rounds + 1):
+                    # What stays shrinks by the same factor in each.
+                    share = 1 - (1 - sparsity) ** (number_of_round / rounds) if number_of_round < rounds else sparsity
+                    prune_by_curvature(model, targets, batches, done, share, pattern)
             else:
                 for target in targets:
                     prune_one(target, done, sparsity, method, pattern, seed)
@@ -143,15 +149,31 @@ def prune_one(target: Target, done: Pruned, sparsity: float, method: str, patter
 def prune_by_curvature(
     model: nn.Module, targets: list[Target], batches: list[Tensor], done: Pruned, sparsity: float, pattern: str
 ) -> None:
-    """Choose by gradients what stays of a layer's targets, which makes up for the rest."""
-    found = gradients(model, [target.weight for target in targets], batches)
-    for target, grads in zip(targets, found, strict=True):
+    """Choose by gradients what stays of a layer's targets, which makes up for the rest.
+
+    Gradients of as many rows as fit are in memory; they are those before any of the layer's weights changes.
+    """
+    for target in targets:
+        check_width(target.name, target.matrices().shape[-1], pattern)
+    flat = [target.matrices().flatten(0, -2) for target in targets]
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in targets]
+    for group in in_groups([rows.shape for rows in flat], sum(map(len, batches))):
+        parts = [partial(rows_of, targets[number], rows) for number, rows in group]
+        measured = gradients(model, [targets[number].weight for number, _ in group], batches, parts)
+        for (number, rows), (grads, mean_square) in zip(group, measured, strict=True):
+            found[number].append(
+                operate(flat[number][rows], grads, mean_square, lambda score: mask_of(score, pattern, sparsity))
+            )
+    for target, pieces in zip(targets, found, strict=True):
         matrices = target.matrices()
-        check_width(target.name, matrices.shape[-1], pattern)
-        grads = grads.transpose(-1, -2) if target.is_transposed else grads
-        stays, values = operate(matrices, grads, lambda score: mask_of(score, pattern, sparsity))
+        stays, values = (torch.cat(each).view(matrices.shape) for each in zip(*pieces, strict=True))
         matrices.copy_(values)
         done.masks[target.name] = stays.transpose(-1, -2).contiguous() if target.is_transposed else stays
+
+
+def rows_of(target: Target, rows: slice, grad: Tensor) -> Tensor:
+    """Rows of a target's matrices, of its gradient, [rows, in]."""
+    return (grad.transpose(-1, -2) if target.is_transposed else grad).flatten(0, -2)[rows]
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

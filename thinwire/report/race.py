@@ -25,12 +25,14 @@ FIGURES = {
     "kernel_sent_bytes_per_step": "sent per step",
     "heldout_loss": "held-out loss",
     "peak_rss_bytes": "memory of a rank",
+    "disk_bytes_per_step": "disk per step",
     "step_over_bound": "step / least",
 }
 # Columns of the folded table below the main one.
 DETAILS = {
     "compute_s": "computing",
     "exposed_comm_s": "waiting",
+    "exposed_disk_s": "waiting for the disk",
     "codec_s": "packing",
     "kernel_sent_bytes_per_step_worst_node": "busiest node sent",
     "sent_bytes_per_step": "payload",
@@ -125,7 +127,8 @@ def result_cells(
 
 def shown_figures(columns: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The figures that at least one contestant has."""
-    return [name for name in columns if any(row["mean"][name] is not None for row in rows)]
+    # A race of an earlier version lacks some.
+    return [name for name in columns if any(row["mean"].get(name) is not None for row in rows)]
 
 
 def best_of(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -170,12 +170,13 @@ def time_bars(values: Mapping[str, Any]) -> str:
         is_split = math.isfinite(compute) and math.isfinite(waiting)
         parts = [("compute", compute), ("waiting", waiting)] if is_split else [("other", step_s)]
         words = sum_text(step_s, compute) if is_split else seconds_text(step_s)
-        if is_split and (rest := step_s - compute - waiting) > 0.01 * step_s:
-            # Weights and states that came from a disk.
-            parts.append(("other", rest))
-            words = f"{sum_text(compute + waiting, compute)}, and {seconds_text(rest)} of other waiting"
+        if is_split and (disk_s := or_zero(mean.get("exposed_disk_s", 0.0))):
+            parts.append(("other", disk_s))
+            words = f"{sum_text(step_s, compute)}, of which {seconds_text(disk_s)} for the disk"
         bars.append((row["name"], [parts], words, mean["bound_s"] + mean["unhidden_s"]))
     legend_of = [("compute", "computing"), ("waiting", "waiting for communication")]
+    if any(row["mean"].get("exposed_disk_s") for row in _known(values)):
+        legend_of.append(("other", "waiting for the disk"))
     if any(math.isfinite(least) for *_, least in bars):
         legend_of.append(("least", "the least that computing and the link allow"))
     note = "Packing and unpacking go on at the same time, on the communication thread: they are no part of the sum."

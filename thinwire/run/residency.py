@@ -5,33 +5,56 @@ from __future__ import annotations
 from torch import nn
 
 from thinwire.collectives import Topology
-from thinwire.hosts.offload.activations import kept_ways
+from thinwire.hosts.offload.activations import kept_of
 from thinwire.hosts.offload.tiling import tiled_shapes
-from thinwire.methods.memory import Floor, Residency, resident_method, settled
-from thinwire.models.llama import Llama
-from thinwire.optim import JOINT, NAMED
+from thinwire.hosts.sums import across_of
+from thinwire.methods.memory import Residency, Setup, outer_bytes, resident_method, settled
+from thinwire.models.hf import why_whole_hf
+from thinwire.models.moe import MoELlama
+from thinwire.optim import NAMED, WHOLE
 from thinwire.run.config import derive
-from thinwire.run.optimizer import limits_itself, name_of
-from thinwire.run.run import Run
+from thinwire.run.optimizer import limits_itself, name_of, optimizer_over
+from thinwire.run.run import Run, island_size
 
 
-def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Floor]:
-    """The residency with every "auto" decided, and the least memory that a rank needs. skeleton: the model on meta.
+def resolved(run: Run, skeleton: nn.Module) -> tuple[Residency, Setup]:
+    """The residency with every "auto" decided, and what a rank trains. skeleton: the model on meta.
 
     If the forward's activations do not fit beside that, layers are recomputed in backward.
     """
-    config, residency = run.config, run.residency
+    assert run.residency is not None
+    setup = setup_of(run, skeleton)
+    return settled(run.residency, setup), setup
+
+
+def setup_of(run: Run, skeleton: nn.Module) -> Setup:
+    """What a rank of this run trains. skeleton: the model on meta."""
+    config, residency, optimizer = run.config, run.residency, run.config.optimizer or ""
     assert residency is not None
     batch = derive(config, config.num_shares)
-    topology = Topology.stated(config.world_size, config.local_size or config.workers)
-    shapes = tiled_shapes(skeleton, residency.tile)
-    place = resident_method(run.strategy), shapes, topology, batch.accumulation
     kept = None
-    # Of other models nobody knows what a forward does besides computing, and compiled layers are as they are.
-    if residency.memory_bytes and type(skeleton) is Llama and not config.compile:
+    # Compiled layers are as they are.
+    if residency.memory_bytes and not config.compile:
         given = config.loss, batch.micro_batch, config.seq_len, config.dtype, residency.slices or 1, residency.tile
-        kept = kept_ways(skeleton.config, *given)
-    across = name_of(config.optimizer or "") in (*NAMED, *JOINT)
-    at_once = across and not config.grad_clip and limits_itself(config.optimizer or "")
-    residency = settled(residency, *place, kept, across=across, at_once=at_once)
-    return residency, Floor.of(residency, *place, kept)
+        kept = kept_of(skeleton, *given)
+    name = name_of(optimizer)
+    inner = optimizer_over(optimizer, skeleton, lr=0.0, weight_decay=0.0, seed=0) if name in WHOLE else None
+    topology = Topology.stated(config.world_size, config.local_size or config.workers)
+    topology = Topology(1, island_size(config)) if run.has_islands else topology
+    return Setup(
+        resident_method(run.strategy), tiled_shapes(skeleton, residency.tile), topology, batch.accumulation, kept,
+        None if inner is None else across_of(inner, skeleton),
+        outer=outer_bytes(run.strategy, skeleton, topology),
+        at_once=name in NAMED and not config.grad_clip and limits_itself(optimizer),
+        is_built_whole=bool(why_whole(config.model, skeleton)),
+    )  # fmt: skip
+
+
+def why_whole(model: str, skeleton: nn.Module) -> str:
+    """Why every rank builds the whole of a model at first, although its weights lie elsewhere; empty: it does not."""
+    if isinstance(skeleton, MoELlama):
+        return "a mixture counts rows from the start"
+    if not model.startswith("hf:"):
+        return ""
+    names = (name.removeprefix("model.") for name, _ in skeleton.named_parameters())
+    return why_whole_hf(model.removeprefix("hf:"), names)

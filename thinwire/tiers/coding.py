@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Identity, Integer
+from thinwire.codecs import Cast, Codec, Identity, Integer
+from thinwire.codecs.random import uniform
 
 # Numbers below a step count as one, and this much more, so that no rounding makes a zero of them.
 ABOVE_STEP = 1 + 2**-7
@@ -16,6 +17,9 @@ ABOVE_STEP = 1 + 2**-7
 @dataclass(frozen=True)
 class Coding:
     """How fp32 numbers are stored on a disk: as packets of a codec, or plain.
+
+    Of numbers in bf16, the lower half of the bits is the probability with which a number is rounded away from zero, so
+    that small updates add up.
 
     of_roots: packets of square roots, for numbers that are never negative, such as second moments. With integers, a
     root below one step of its group, other than zero, is raised to that step: the numbers divide others, and a zero
@@ -42,6 +46,11 @@ class Coding:
                 groups = values.view(-1, self.codec.group)
                 least = groups.amax(1, keepdim=True) * (ABOVE_STEP / self.codec.levels)
                 groups.copy_(torch.where(groups > 0, groups.maximum(least), groups))
+        if isinstance(self.codec, Cast):
+            dither = uniform(seed, counter, values.numel()).mul_(1 << 16).to(torch.int32)
+            bits = values.view(torch.int32)
+            # Infinities, and what is no number, have no such bits to be rounded by.
+            bits.copy_(torch.where(values.isfinite(), (bits + dither) & -(1 << 16), bits))
         self.codec.encode(values, seed=seed, counter=counter, out=packet)
 
     def decode(self, packet: Tensor, values: Tensor) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
-from thinwire.tiers.file import TierMeter, TierReading
+from thinwire.tiers.file import Pace, TierMeter, TierReading
 from thinwire.tiers.mount import check_folder
 from thinwire.tiers.rows import RowStore, sums_of
 
@@ -22,12 +23,14 @@ class GrowingRows(RowStore):
     Args:
         folder: of the file, on a disk; its space is freed when the process ends. None: rows lie in memory.
         width, dtype: of the rows.
-        meter: counts bytes of the disk.
+        meter: counts bytes and seconds of the disk. pace: limits them.
     """
 
-    def __init__(self, folder: Path | None, width: int, dtype: torch.dtype, meter: TierMeter) -> None:
+    def __init__(
+        self, folder: Path | None, width: int, dtype: torch.dtype, meter: TierMeter, pace: Pace | None = None
+    ) -> None:
         super().__init__(0, width, dtype)
-        self.folder, self.meter, self._file = folder, meter, None
+        self.folder, self.meter, self.pace, self._file = folder, meter, pace or Pace(), None
         self._noted = torch.zeros(0, dtype=torch.int64)
         self._held = torch.zeros(0, width, dtype=dtype)
         if folder is not None:
@@ -58,14 +61,15 @@ class GrowingRows(RowStore):
         if self._file is None:
             self._held[numbers] = rows
             return
-        octets = rows.contiguous().view(torch.uint8).numpy()
+        octets, start = rows.contiguous().view(torch.uint8).numpy(), time.monotonic()
         for number, content in zip(numbers.tolist(), octets, strict=True):
             try:
                 if os.pwrite(self._file.fileno(), content.data, number * self.row_bytes) < self.row_bytes:
                     raise OSError(28, "no space left")
             except OSError as error:
                 raise ThinwireError(f"{self.name}: rows can't be written: {error.strerror}") from error
-        self.meter.add(TierReading(0, octets.size))
+        self.pace.keep(octets.size, start)
+        self.meter.add(TierReading(0, octets.size, 0.0, time.monotonic() - start))
 
     def values(self) -> Tensor:
         """All rows, [num_rows, width]; those of a file as a view that is only read, page by page."""
@@ -88,8 +92,12 @@ class GrowingRows(RowStore):
         if self._file is None:
             return self._held[wanted]
         found = torch.zeros(len(wanted), self.width, dtype=self.dtype)
-        octets = found.view(torch.uint8).numpy()
+        octets, start = found.view(torch.uint8).numpy(), time.monotonic()
         for number, into in zip(wanted.tolist(), octets, strict=True):
-            os.preadv(self._file.fileno(), [into.data], number * self.row_bytes)
-        self.meter.add(TierReading(octets.size))
+            try:
+                os.preadv(self._file.fileno(), [into.data], number * self.row_bytes)
+            except OSError as error:
+                raise ThinwireError(f"{self.name}: rows can't be read: {error.strerror}") from error
+        self.pace.keep(octets.size, start)
+        self.meter.add(TierReading(octets.size, 0, time.monotonic() - start))
         return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import tempfile
 from pathlib import Path
 
 from thinwire.errors import ConfigError, unusable_folder
@@ -20,14 +22,26 @@ def mount_type(folder: Path) -> str:
     if not MOUNTS.exists():
         return ""
     place, best, found = folder.absolute().resolve(), -1, ""
-    for line in MOUNTS.read_text().splitlines():
+    for line in MOUNTS.read_text("utf-8", "surrogateescape").splitlines():
         left, _, right = line.partition(" - ")
-        # A space in a path is written as \040.
-        point = Path(left.split(" ")[4].encode().decode("unicode_escape"))
+        point = Path(unescaped(left.split(" ")[4]))
         # Of several mounts on one point the last one is seen.
         if place.is_relative_to(point) and len(point.parts) >= best:
             best, found = len(point.parts), right.split(" ")[0]
     return found
+
+
+def unescaped(path: str) -> str:
+    """A path of the kernel's list of mounts, in which a space is written as \\040; other letters are as they are."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+
+
+def disk_folder() -> Path:
+    """A folder on a disk for the files of this user's processes, that need not exist yet. Raises ConfigError."""
+    for parent in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):
+        if mount_type(parent) not in MEMORY_TYPES and not unusable_folder(parent):
+            return parent / f"thinwire-{os.getuid()}"
+    raise ConfigError("residency: no store is stated, and temporary files lie in memory: name a folder on a disk")
 
 
 def check_folder(folder: Path, num_bytes: int) -> None:

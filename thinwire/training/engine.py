@@ -43,7 +43,7 @@ from thinwire.options import model_table
 from thinwire.run.config import PER_MACHINE, TrainConfig, derive
 from thinwire.run.optimizer import optimizer_over
 from thinwire.run.place import ProcessPlace
-from thinwire.run.residency import resolved
+from thinwire.run.residency import resolved, why_whole
 from thinwire.run.run import Run, tokens_of
 
 # Of torch.compile.
@@ -332,16 +332,17 @@ class Built(NamedTuple):
 
 
 def built(run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: Device) -> Built:
-    """The model of a run; of one that lies on a disk or is cut into stages only shapes, and its first weights."""
+    """The model of a run; of one that lies on a disk, or is cut, only shapes, and what gives its first weights."""
     config, residency = run.config, run.residency
-    size = config.model, vocab_size, config.seq_len
-    if residency is not None and not config.model.startswith("hf:"):
+    size, why = (config.model, vocab_size, config.seq_len), ""
+    passes = config.mesh_shape.pipeline > 1
+    if residency is not None:
         skeleton = build_skeleton(*size, fields)
-        residency, _ = resolved(run, skeleton)
-        if residency.weights == "disk" and type(skeleton) is Llama:
-            return Built(hollow(skeleton), residency, FirstWeights(skeleton, config.seed))
-    why = ""
-    if config.mesh_shape.pipeline > 1:
+        residency, setup = resolved(run, skeleton)
+        if device.torch.type == "cpu" and (residency.weights == "disk" or setup.is_cut):
+            why = why_whole(config.model, skeleton)
+            passes = passes or not why
+    if passes:
         shapes, initial, why = unfilled(run, vocab_size, fields)
         if shapes is not None:
             return Built(hollow(shapes, device.torch), residency, initial)
@@ -351,7 +352,7 @@ def built(run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: D
 def unfilled(
     run: Run, vocab_size: int, fields: Mapping[str, Any] | None
 ) -> tuple[nn.Module | None, Callable[[str], Tensor] | None, str]:
-    """A model without memory for its parameters and what gives them, for stages; or why it must be built whole."""
+    """A model without memory for its parameters, and what gives them; or why it must be built whole."""
     config = run.config
     if config.mesh_shape.tensor > 1:
         return None, None, "the tensor axis cuts matrices before stages are cut"

@@ -193,8 +193,9 @@ class Trainer:
         config, lessons = self.config, self.engine.distillation
         if self.stage.pipeline is not None:
             yield self._border_row(self.stage.pipeline, self._batches_on_meta)
-            if self.engine.why_whole:
-                yield "weights of the own stage alone", "the whole model on every rank, at first", self.engine.why_whole
+        if self.engine.why_whole:
+            what = "the disk" if self.stage.pipeline is None else "the own stage"
+            yield f"weights of {what} alone", "the whole model on every rank, at first", self.engine.why_whole
         if self.optimizer.weights_pass and config.sample_tokens:
             why = "every token would read all weights from the disk; `thinwire generate` needs them in memory"
             yield f"--sample-tokens {config.sample_tokens}", "none", why

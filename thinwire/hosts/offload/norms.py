@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.checkpoint import NORMS, Piece, Snapshot, Source
 from thinwire.collectives import Communicator
-from thinwire.tiers import GrowingRows, TierMeter
+from thinwire.tiers import GrowingRows, Pace, TierMeter
 
 # Bytes of them that are read at a time.
 PART_BYTES = 1 << 20
@@ -26,8 +26,8 @@ class SeenNorms:
     sequences; after the backward, the new ones go to their owners. A checkpoint has them, for any number of ranks.
     """
 
-    def __init__(self, comm: Communicator, folder: Path | None, meter: TierMeter) -> None:
-        self.comm, self._folder, self._meter = comm, folder, meter
+    def __init__(self, comm: Communicator, folder: Path | None, meter: TierMeter, pace: Pace | None = None) -> None:
+        self.comm, self._folder, self._meter, self._pace = comm, folder, meter, pace
         # Row i is of sequence i P + rank; None: no row is there yet, on any rank.
         self._rows: GrowingRows | None = None
         self._groups: dict[str, int] = {}
@@ -104,7 +104,7 @@ class SeenNorms:
         told = source.norms
         assert told is not None
         self._groups = {name: group for group, name in enumerate(told["groups"])}
-        self._rows = GrowingRows(self._folder, told["width"], torch.bfloat16, self._meter)
+        self._rows = GrowingRows(self._folder, told["width"], torch.bfloat16, self._meter, self._pace)
         rank, ranks, others = self.comm.rank, self.comm.world_size, told["ranks"]
         for other in range(others):
             # Else no number is both theirs and this rank's.
@@ -165,7 +165,7 @@ class SeenNorms:
         if self._rows is None or self._rows.width != rows.shape[1]:
             # Sequences of another length begin anew.
             self.close()
-            self._rows = GrowingRows(self._folder, rows.shape[1], torch.bfloat16, self._meter)
+            self._rows = GrowingRows(self._folder, rows.shape[1], torch.bfloat16, self._meter, self._pace)
         mine = self._by_owner(self._numbers[rank])
         coming = [[number for number in theirs if self._owner(number) == rank] for theirs in self._numbers]
         order = [place for own in mine for place in own]

@@ -17,15 +17,12 @@ from thinwire.hosts.sharded.owned import Owned, slots_of, state_of_piece
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.methods.memory import Residency
 from thinwire.methods.memory.residency import AT_ONCE
+from thinwire.methods.memory.setup import piece_bytes
 from thinwire.optim import Part, Shards, SummingOptimizer
 from thinwire.state.elementwise import elementwise_kinds, state_kinds
 from thinwire.state.portable import Held, add_optimizer, is_lost, records_of, report_optimizer, rescale, state_for
-from thinwire.tiers import BLOCK_BYTES, ChunkedFile, DiskFile, Pace, TierMeter
+from thinwire.tiers import ChunkedFile, DiskFile, Pace, TierMeter
 from thinwire.tiers.pool import aligned
-
-FP32_BYTES = 4
-# Of a piece: its master and at most so many kinds of state begin with a block.
-MOST_TENSORS = 4
 
 
 @dataclass(eq=False)
@@ -60,7 +57,7 @@ class PiecesOnDisk:
         self._buckets = [bucket for unit in self.units for bucket in unit.buckets]
         grouped, kinds = slots_of(inner, self._buckets), elementwise_kinds(inner)
         slots = [slot for group in grouped for slot in group if slot.owned.start < slot.owned.stop]
-        sizes = [self._most_bytes(slot.owned.stop - slot.owned.start, parts.get(slot.name)) for slot in slots]
+        sizes = [piece_bytes(inner, slot.owned.stop - slot.owned.start, parts.get(slot.name)) for slot in slots]
         self.file = DiskFile(residency.folder, sum(sizes), meter, pace)
         self._passage = ChunkedFile(self.file)
         self.spots: dict[Tensor, PieceSpot] = {}
@@ -83,10 +80,6 @@ class PiecesOnDisk:
                     self._put_away(spot)
         for bucket in self._buckets:
             bucket.away = self
-
-    def _most_bytes(self, numel: int, part: Part | None) -> int:
-        kept = 2 * numel if part is None else self.inner.num_kept(part)
-        return aligned(FP32_BYTES * (numel + kept)) + MOST_TENSORS * BLOCK_BYTES
 
     @property
     def owned(self) -> list[Owned]:

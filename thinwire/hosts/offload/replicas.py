@@ -1,4 +1,4 @@
-"""Whole weights on a disk. Buckets are loaded when needed; the one that is needed last makes room for them."""
+"""Weights on a disk. Buckets are loaded when needed; the one that is needed last makes room for them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Spot:
 
 
 class Replicas:
-    """The whole weights of large buckets in one file. As many as `capacity_bytes` allows are also in memory.
+    """The weights that this rank keeps of large buckets, in one file. As many as `capacity_bytes` allows are in memory.
 
     The order of use is learnt: an update goes through all buckets in order of forward, and each step is expected to use
-    them in the same order as the last. The next bucket is read ahead, and the one that is needed last is evicted. If a
-    step uses another order, buckets are loaded on demand.
+    them in the same order as the last. The next buckets are read ahead, as many as fit, and the one that is needed last
+    is evicted. If a step uses another order, buckets are loaded on demand.
 
     A bucket's memory comes and goes inside the same storage, so that views of it, such as those that autograd saves,
     never show another bucket's weights.
@@ -70,6 +70,8 @@ class Replicas:
         self._seen: list[FlatBucket] = []
         self._num_updated = 0
         self._in_use: set[FlatBucket] = set()
+        # What others read of a bucket that was brought, besides the training thread.
+        self.pinned: set[FlatBucket] = set()
         self._owner: dict[int, FlatBucket] = {}
 
     def take(self, bucket: FlatBucket) -> None:
@@ -205,7 +207,7 @@ class Replicas:
 
     def _victim(self) -> FlatBucket | None:
         """The bucket to evict: the one needed last. The most recent one may be in use and stays."""
-        busy = self._in_use.union(self._seen[-1:])
+        busy = self._in_use.union(self._seen[-1:], self.pinned)
         free = [b for b, spot in self.spots.items() if spot.is_here and not spot.is_locked and b not in busy]
         return max(free, key=self._next_use, default=None)
 
@@ -214,7 +216,7 @@ class Replicas:
         if spot.is_here:
             return
         self.make_room(spot.num_bytes)
-        storage = bucket.live.untyped_storage()
+        storage = bucket.shard.untyped_storage()
         storage.resize_(spot.num_bytes)
         self._owner[storage.data_ptr()] = bucket
         self.used_bytes += spot.num_bytes
@@ -222,7 +224,7 @@ class Replicas:
         spot.reading = self._reader.submit(self._read, bucket, spot)
 
     def _leave(self, bucket: FlatBucket) -> None:
-        spot, storage = self.spots[bucket], bucket.live.untyped_storage()
+        spot, storage = self.spots[bucket], bucket.shard.untyped_storage()
         self._write_behind(bucket, spot)
         with self.meter.waiting():
             spot.finish()
@@ -232,34 +234,33 @@ class Replicas:
         spot.is_here = False
 
     def _read_ahead(self) -> None:
-        """Start to read the next bucket that is not in memory, unless that would evict one needed earlier."""
-        if any(spot.reading is not None and not spot.reading.done() for spot in self.spots.values()):
-            return
-        following = next((b for b in self._order[self._at :] if not self.spots[b].is_here), None)
-        if following is None:
-            return
-        missing = self.used_bytes + self.spots[following].num_bytes - self.capacity_bytes
-        victim = self._victim() if missing > 0 else None
-        if missing <= 0 or (
-            victim is not None
-            and self.spots[victim].num_bytes >= missing
-            and self._next_use(victim) > self._next_use(following)
-        ):
+        """Start to read the next buckets that are not in memory, as many as fit beside those needed earlier."""
+        for following in self._order[self._at :]:
+            if self.spots[following].is_here:
+                continue
+            missing = self.used_bytes + self.spots[following].num_bytes - self.capacity_bytes
+            victim = self._victim() if missing > 0 else None
+            if missing > 0 and (
+                victim is None
+                or self.spots[victim].num_bytes < missing
+                or self._next_use(victim) <= self._next_use(following)
+            ):
+                return
             self._begin(following)
 
     def _read(self, bucket: FlatBucket, spot: Spot) -> None:
-        self._inwards.read(spot.place, bucket.live, spot.sums, "weights are")
+        self._inwards.read(spot.place, bucket.shard, spot.sums, "weights are")
 
     def _write(self, bucket: FlatBucket, spot: Spot) -> None:
-        spot.sums = self._outwards.write(spot.place, bucket.live)
+        spot.sums = self._outwards.write(spot.place, bucket.shard)
         for slot in bucket.slots:
             if slot.name in spot.rows:
-                spot.rows[slot.name].note(slot.span.of(bucket.live))
+                spot.rows[slot.name].note(slot.span.of(bucket.shard))
 
 
 def bytes_of(layout: BucketLayout) -> int:
-    """Bytes of a bucket's whole weights."""
-    return layout.numel * layout.dtype.itemsize
+    """Bytes of what a rank keeps of a bucket's weights."""
+    return layout.numel * layout.dtype.itemsize // layout.levels.weights_over
 
 
 def is_large(layout: BucketLayout) -> bool:

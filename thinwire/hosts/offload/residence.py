@@ -18,12 +18,13 @@ from thinwire.hosts.offload.journal import Journal
 from thinwire.hosts.offload.norms import SeenNorms
 from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.hosts.offload.replicas import Replicas, is_large
-from thinwire.hosts.offload.room import MemoryRoom, give_pages_back
+from thinwire.hosts.offload.room import MemoryRoom, give_pages_back, hold_to
 from thinwire.hosts.offload.sampling import RowSampler
 from thinwire.hosts.offload.spill import ActivationsOnDisk
 from thinwire.hosts.offload.states import StatesOnDisk
-from thinwire.hosts.offload.weights import WeightsOnDisk
-from thinwire.hosts.sharded.bucket import FlatBucket
+from thinwire.hosts.offload.weights import CutWeightsOnDisk, WeightsOnDisk
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
+from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
 from thinwire.methods.memory import Residency, check_across, check_at_once
@@ -35,6 +36,7 @@ from thinwire.tiers import Pace, TierMeter
 
 # Steps after which the room that is left is known: the first one allocates what stays.
 MEASURED_STEPS = 2
+DAY_S = 86_400
 
 
 class Residence:
@@ -53,13 +55,16 @@ class Residence:
 
     def __init__(
         self, residency: Residency, units: Sequence[Unit], *, weights: bool, states: bool, num_layers: int,
-        sampler: RowSampler | None, comm: Communicator, model: nn.Module,
+        sampler: RowSampler | None, comm: Communicator, model: nn.Module, moves: tuple[int, int],
     ) -> None:  # fmt: skip
+        self._moves = moves
         self.num_layers, self.sampler, self._comm = num_layers, sampler, comm
         self.options, self.meter, self.pace = residency, TierMeter(), Pace(residency.rate)
         self.room, self.holds_states, self._num_updates = MemoryRoom(residency.memory_bytes), states, 0
         self.seen: SeenNorms | None = None
         self.journal = Journal(residency.folder, comm) if residency.durable else None
+        budget = residency.memory_bytes
+        self._give_limit_back = hold_to(budget) if budget is not None else lambda: None
         self.replicas: Replicas | None = None
         self.gradients: GradientsOnDisk | None = None
         self._states: StatesOnDisk | None = None
@@ -76,9 +81,11 @@ class Residence:
     @classmethod
     def of(
         cls, residency: Residency, model: nn.Module, *, inner: torch.optim.Optimizer, units: Sequence[Unit],
-        device: torch.device, comm: Communicator,
+        device: torch.device, comm: Communicator, moves: tuple[int, int] = (0, 0),
     ) -> Residence | None:  # fmt: skip
         """The disk that the options ask for; None if everything lies in memory.
+
+        moves: bytes that a step of one micro-batch reads and writes, as planned.
 
         Raises ConfigError for tensors that can't lie on a disk, and for a folder that can't hold them.
         """
@@ -87,17 +94,16 @@ class Residence:
             check_across(residency, type(inner).__name__, streams=inner.streams)
         limits = isinstance(inner, SummingOptimizer) and inner.limits_itself
         check_at_once(residency, type(inner).__name__, limits=limits)
-        cut = any(layout.levels.weights_over > 1 for unit in units for layout in unit.layouts)
-        if weights and (cut or device.type != "cpu"):
-            why = "are cut over ranks already" if cut else f"lie on {device}"
-            raise ConfigError(f"residency: weights that {why} can't lie on a disk; nearest: weights='memory'")
+        if weights and device.type != "cpu":
+            raise ConfigError(f"residency: weights that lie on {device} can't lie on a disk; nearest: weights='memory'")
         num_layers = recompute(model, residency.slices or 1) if residency.recomputes else 0
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
-        if not (weights or states or num_layers or sampler or residency.spills or residency.gradients == AT_ONCE):
+        computes = num_layers or sampler or residency.gradients == AT_ONCE
+        if not (computes or residency.needs_store or residency.memory is not None):
             return None
         return cls(
             residency, units, weights=weights, states=states, num_layers=num_layers, sampler=sampler, comm=comm,
-            model=model,
+            model=model, moves=moves,
         )  # fmt: skip
 
     def note_sequences(self, numbers: Tensor) -> None:
@@ -108,7 +114,8 @@ class Residence:
             self.seen.begin(numbers)
 
     def _no_norms(self) -> SeenNorms:
-        return SeenNorms(self._comm, None if self.options.store is None else self.options.folder, self.meter)
+        folder = None if self.options.store is None else self.options.folder
+        return SeenNorms(self._comm, folder, self.meter, self.pace)
 
     def add_to(self, snapshot: Snapshot) -> None:
         """Add what lies here and neither weights nor states have: the norms of seen sequences."""
@@ -138,14 +145,22 @@ class Residence:
         for slot in bucket.slots:
             slot.param.register_post_accumulate_grad_hook(lambda _: self.room.look())
 
-    def weights(self, plain: Weights, model: nn.Module) -> Weights:
-        """The object that brings weights: `plain`, or one that loads them from the disk."""
-        if self.replicas is None:
-            return plain
-        return WeightsOnDisk(plain.units, plain.seeds, model, self.replicas, packs=self.activations is None)
+    def weights(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module) -> Weights:
+        """The object that loads weights from the disk, which has some."""
+        assert self.replicas is not None
+        if any(bucket.layout.levels.weights_over > 1 for unit in units for bucket in unit.buckets):
+            return CutWeightsOnDisk(units, seeds, model, self.replicas)
+        return WeightsOnDisk(units, seeds, model, self.replicas, packs=self.activations is None)
 
-    def states(self, inner: torch.optim.Optimizer, weights: Weights, layout: Mapping[str, Any]) -> StatesOnDisk:
-        """The object that holds masters and the optimizer's state on the disk. layout: see `layout_of`."""
+    def states(
+        self, inner: torch.optim.Optimizer, weights: Weights, layout: Mapping[str, Any], seed: int
+    ) -> StatesOnDisk:
+        """The object that holds masters and the optimizer's state on the disk.
+
+        layout: see `layout_of`. seed: of the run.
+        """
+        if self.journal is not None:
+            self.journal.by = {"optimizer": type(inner).__name__, "seed": seed}
         self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace, self.journal, layout)
         if self.options.gradients == "disk":
             held = [bucket for unit in weights.units for bucket in unit.buckets]
@@ -205,12 +220,13 @@ class Residence:
 
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why)."""
-        options, rows, step_bytes = self.options, list[Row](), 0
+        options, rows = self.options, list[Row]()
         measures = options.memory_bytes is not None and "auto" in (options.optimizer, options.weights)
         why = f"what fits in {options.memory} stays in memory after the first steps" if measures else ""
+        if options.memory is not None:
+            rows.append(("memory", f"at most {options.memory}", "of this process's data, enforced by the kernel"))
         if self._states is not None:
             shelf = self._states.shelf
-            step_bytes += shelf.num_bytes
             where = f"{shelf.num_bytes / 1e6:.3f} MB on this rank's disk, {options.folder}"
             rows.append(("masters and optimizer state", where, why))
             rows.append((
@@ -219,20 +235,17 @@ class Residence:
                 "in passing",
             ))  # fmt: skip
         if self._pieces is not None:
-            step_bytes += self._pieces.num_bytes
             where = f"{self._pieces.num_bytes / 1e6:.3f} MB on this rank's disk, {options.folder}"
             rows.append(("masters and optimizer state", where, why or "one piece of a tensor is in memory at a time"))
         if self.journal is not None:
             rows.append(self.journal.row)
         if self.gradients is not None:
-            step_bytes += self.gradients.num_bytes
             where = f"{self.gradients.num_bytes / 1e6:.3f} MB on this rank's disk"
             rows.append(("gradients", where, "each bucket's mean waits there for its update"))
         if options.gradients == AT_ONCE:
             rows.append(("gradients", "none waits", "each bucket is stepped when its mean arrives; nothing is clipped"))
         if self.replicas is not None:
             replicas = self.replicas
-            step_bytes += replicas.total_bytes
             rows.append((
                 "weights", f"{replicas.total_bytes / 1e6:.3f} MB on this rank's disk, in {len(replicas.spots)} buckets",
                 f"{replicas.capacity_bytes / 1e6:.1f} MB in memory at a time; gradients are freed when they leave",
@@ -240,6 +253,9 @@ class Residence:
         if self.sampler is not None:
             what = f"{self.sampler.ratio:g} of the rows of what {self.sampler.num_layers} linear layers are given"
             rows.append(("activations", what, "the gradient of their weights is an estimate without bias"))
+            where = "in memory" if options.store is None else f"in {options.folder}"
+            what = f"2 bytes of each token and input that is sampled, {where}"
+            rows.append(("norms of sequences that come again", what, "ranks send each other as much, on both ways"))
         if self.activations is not None:
             what = f"{self.num_layers} layers' inputs " if self.num_layers else ""
             rows.append(("activations", f"{what}on this rank's disk, {options.folder}", "each storage is written once"))
@@ -254,11 +270,21 @@ class Residence:
         ]
         if not all(file.is_direct for file in files):
             rows.append(("O_DIRECT", "no", "this file system refuses it: pages are dropped after each write"))
-        done = self.meter.snapshot()
-        if done.write_s:
-            so_far = f"{done.written_bytes / 1e6:.1f} MB so far, at {done.written_bytes / done.write_s / 1e6:.0f} MB/s"
-            rows.append(("wear of the disk", f"{step_bytes / 1e6:.1f} MB written in a step", so_far))
-        return rows
+        if options.rate is not None:
+            rows.append(("disk", f"held to {options.disk_rate}", "reads and writes together, as is asked for"))
+        return [*rows, *self._wear()]
+
+    def _wear(self) -> list[Row]:
+        """A row on what is written in a step, and at most in a day, at the rate of what was written so far."""
+        done, (read, written) = self.meter.snapshot(), self._moves
+        if not written or not done.write_s:
+            return []
+        besides = " besides activations" if self.activations is not None else ""
+        what = f"{written / 1e6:.1f} MB written in a step{besides}, {read / 1e6:.1f} MB read by one micro-batch"
+        rate = done.written_bytes / done.write_s
+        most = DAY_S * rate * written / (read + written)
+        why = f"at most {most / 1e12:.2f} TB a day, if nothing but the disk bounds it: it wrote {rate / 1e6:.0f} MB/s"
+        return [("wear of the disk", what, why)]
 
     def _told(self, kind: str) -> str:
         """How a kind of the shelf is stored on the disk, as text."""
@@ -268,6 +294,9 @@ class Residence:
 
     def close(self) -> None:
         """Free memory and disk space."""
+        self._give_limit_back()
+        if self.journal is not None:
+            self.journal.close()
         if self.seen is not None:
             self.seen.close()
         if self._states is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +47,24 @@ def few_primitives() -> None:
     new shape for each token.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", NUM_PRIMITIVES)
+
+
+def limit_bytes() -> int | None:
+    """The limit on this process's data, in bytes; None: there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def hold_to(memory_bytes: int) -> Callable[[], None]:
+    """Limit this process to a memory budget, enforced by the kernel. Return what gives the former limit back."""
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    small_stacks()
+    give_pages_back()
+    few_primitives()
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most), most)
+    )
+    return lambda: resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
 class MemoryRoom:

@@ -1,4 +1,4 @@
-"""Whole weights on every rank's disk. Differences are added to them as they pass through memory."""
+"""Weights on every rank's disk, whole or cut over ranks. Updates are added to them as they pass through memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from thinwire.hosts.offload.replicas import Replicas
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.guard import Hook
-from thinwire.hosts.sharded.passing import tensors_in
+from thinwire.hosts.sharded.passing import PassingWeights, tensors_in
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.state.replicas import fingerprint
@@ -27,13 +27,63 @@ IN_FLIGHT = 1
 _HOSTS: WeakKeyDictionary[nn.Module, WeightsOnDisk] = WeakKeyDictionary()
 
 
-class WeightsOnDisk(Weights):
+class StreamedUpdates(Weights):
+    """Weights that pass through memory: an update takes buckets in order of forward.
+
+    While one bucket's differences arrive, the next one is read and the last one is written.
+    """
+
+    replicas: Replicas
+    _flying: deque[LiveUnit]
+
+    def send(self, updated: Iterable[LiveUnit]) -> None:
+        self.replicas.begin_update()
+        super().send(updated)
+        self.replicas.end_update()
+
+    def send_next(self) -> None:
+        if not self.unsent:
+            return
+        unit = self.unsent[0]
+        for bucket in unit.buckets:
+            self.replicas.bring(bucket)
+            self.replicas.lock(bucket)
+        super().send_next()
+        self._flying.append(unit)
+        while len(self._flying) > IN_FLIGHT:
+            self.wait(self._flying[0])
+
+    def wait(self, unit: LiveUnit) -> bool:
+        was_coming = super().wait(unit)
+        if unit in self._flying:
+            self._flying.remove(unit)
+            for bucket in unit.buckets:
+                self.replicas.changed(bucket)
+        return was_coming
+
+    def is_away(self, bucket: FlatBucket) -> bool:
+        return bucket in self.replicas.spots
+
+    @contextmanager
+    def held(self, bucket: FlatBucket) -> Iterator[FlatBucket]:
+        with self.replicas.held(bucket):
+            yield bucket
+
+    def shard(self, bucket: FlatBucket) -> Tensor:
+        self.replicas.bring(bucket)
+        return bucket.shard
+
+    def own(self, bucket: FlatBucket) -> Tensor:
+        if not self.is_away(bucket):
+            return bucket.own
+        first = bucket.own.storage_offset()
+        return self.replicas.mapped(bucket)[first : first + bucket.layout.shard_numel]
+
+
+class WeightsOnDisk(StreamedUpdates):
     """Loads a bucket on first use of its weights, in forward, backward or recomputation.
 
     Of an embedding that is not in memory, only the rows of a batch's tokens are read.
-
-    An update takes buckets in order of forward. While one bucket's differences arrive, the next one is read and the
-    last one is written.
 
     packs: what autograd saves of weights is packed here, see `Replicas.pack`; False: something else does it.
     """
@@ -91,31 +141,6 @@ class WeightsOnDisk(Weights):
             return F.embedding(tokens, slot.param, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq)
         return LookedUp.apply(slot.param, tokens, rows, module.padding_idx, module.scale_grad_by_freq)
 
-    def send(self, updated: Iterable[LiveUnit]) -> None:
-        self.replicas.begin_update()
-        super().send(updated)
-        self.replicas.end_update()
-
-    def send_next(self) -> None:
-        if not self.unsent:
-            return
-        unit = self.unsent[0]
-        for bucket in unit.buckets:
-            self.replicas.bring(bucket)
-            self.replicas.lock(bucket)
-        super().send_next()
-        self._flying.append(unit)
-        while len(self._flying) > IN_FLIGHT:
-            self.wait(self._flying[0])
-
-    def wait(self, unit: LiveUnit) -> bool:
-        was_coming = super().wait(unit)
-        if unit in self._flying:
-            self._flying.remove(unit)
-            for bucket in unit.buckets:
-                self.replicas.changed(bucket)
-        return was_coming
-
     def bring(self, units: Sequence[LiveUnit]) -> None:
         super().bring(units)
         self.replicas.bring(*(bucket for unit in units for bucket in unit.buckets))
@@ -123,26 +148,8 @@ class WeightsOnDisk(Weights):
     def keep(self) -> None:
         self.wait_all()
 
-    def is_away(self, bucket: FlatBucket) -> bool:
-        return bucket in self.replicas.spots
-
-    @contextmanager
-    def held(self, bucket: FlatBucket) -> Iterator[FlatBucket]:
-        with self.replicas.held(bucket):
-            yield bucket
-
     def reads_rows(self, module: nn.Module) -> bool:
         return module in self._tables
-
-    def shard(self, bucket: FlatBucket) -> Tensor:
-        self.replicas.bring(bucket)
-        return bucket.shard
-
-    def own(self, bucket: FlatBucket) -> Tensor:
-        if not self.is_away(bucket):
-            return bucket.own
-        first = bucket.layout.shard_start(bucket.comm.rank)
-        return self.replicas.mapped(bucket)[first : first + bucket.layout.shard_numel]
 
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
@@ -163,6 +170,37 @@ class WeightsOnDisk(Weights):
                     bucket.set_masters(bucket.own.float())
                 self.replicas.changed(bucket)
             self.replicas.make_room()
+
+
+class CutWeightsOnDisk(StreamedUpdates, PassingWeights):
+    """Weights that are cut over ranks, each rank's part on its disk.
+
+    A unit's weights come from all disks at once: every rank reads its part, and then the parts are gathered. Parts of
+    the next units are read ahead meanwhile.
+
+    Source: ZeRO-Infinity (SC 2021), section 6.1, bandwidth-centric partitioning.
+    """
+
+    def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, replicas: Replicas) -> None:
+        self.replicas, self._flying = replicas, deque()
+        for unit in units:
+            replicas.fit([bucket for bucket in unit.buckets if bucket in replicas.spots])
+        super().__init__(units, seeds, model, overlap=False)
+        replicas.end_update()
+
+    def begin_gather(self, unit: LiveUnit) -> None:
+        self.replicas.bring(*unit.buckets)
+        self.replicas.pinned.update(unit.buckets)
+
+    def end_gather(self, unit: LiveUnit) -> None:
+        self.replicas.pinned.difference_update(unit.buckets)
+
+    def keep(self) -> None:
+        for unit in self.units:
+            self._start(unit)
+            self._passages[unit].is_kept = True
+            # Not all parts are in memory at once.
+            self._arrive(unit)
 
 
 def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:

@@ -83,7 +83,7 @@ class FlatBucket:
             in place of these.
         away: holds the masters if `master` does not. From an update to the next reduction, `shard_grad` then holds the
             updated masters, until all ranks have them.
-        passes: the memory of `live` comes and goes.
+        passes: the memory of `shard` comes and goes.
     """
 
     def __init__(
@@ -172,6 +172,8 @@ class FlatBucket:
         packets = link.scratch("shards", levels.num_rows, wire.shards.packet_bytes(n), device=device)
         with link.timed("encode_s", "weights"):
             for row, packet in zip(self.shard.view(levels.num_rows, n), packets, strict=True):
+                # As below, of a shard that comes and goes.
+                row = link.scratch("row", n, dtype=row.dtype, device=device).copy_(row) if self.passes else row
                 wire.shards.encode(row, out=packet)
         gathered = yield from all_gather_packets(group, packets.view(-1), "weights")
         whole, grid = self.live.view(levels.num_rows, levels.weights_over, n), group.topology

@@ -24,7 +24,7 @@ from thinwire.hosts.sharded.guard import guard
 from thinwire.hosts.sharded.held import HeldGradients
 from thinwire.hosts.sharded.memory import Memory
 from thinwire.hosts.sharded.owned import Owned, States, StatesInMemory
-from thinwire.hosts.sharded.passing import PassingWeights
+from thinwire.hosts.sharded.passing import PassingWeights, set_whole
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.state import ShardedState, layout_of
 from thinwire.hosts.sharded.weights import Weights
@@ -102,6 +102,9 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
                 for name in layout.names:
                     params[name].data = initial(name)
             bucket = FlatBucket(layout, params, comms[layout.group], ranks.comm.world_size, has_masters)
+            if initial is not None and layout.levels.weights_over > 1:
+                # No rank ever has all of them.
+                set_whole(bucket, False)
             if residence is not None:
                 residence.take(bucket)
             return bucket
@@ -126,23 +129,18 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._adopt_inner()
         self._complete = True
         is_cut = any(bucket.layout.levels.weights_over > 1 for bucket in self.buckets)
-        self._weights = (
-            PassingWeights(self.units, self._seeds, model, overlap=overlap)
-            if is_cut
-            else Weights(self.units, self._seeds)
-        )
-        comes_and_goes = is_cut
+        self.weights_pass = residence is not None and residence.replicas is not None
+        self._weights = self._made_weights(residence, is_cut=is_cut)
+        comes_and_goes = is_cut or self.weights_pass
         if residence is not None:
-            self.tiers, self.weights_pass = residence.meter, residence.replicas is not None
-            comes_and_goes = is_cut or self.weights_pass
-            self._weights = residence.weights(self._weights, model)
+            self.tiers = residence.meter
             if not has_masters and isinstance(inner, SummingOptimizer):
                 cuts = [(comm.rank, own) for comm, own in self._cuts(across)]
                 parts = {name: part for rank, own in cuts for name, part in parts_of(own, rank, across).items()}
                 self.states = pieces = residence.pieces(inner, self._weights, parts)
                 self._sums = self._join(inner, pieces.owned, across, pieces.bring)
             elif not has_masters:
-                self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets))
+                self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets), seed)
         self._saved = ShardedState(
             method, self.states, self._weights, self.comm, self.buckets, self.memory.state, tiling
         )
@@ -153,6 +151,14 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._residence = residence
         if residence is not None:
             self._join_residence(residence, across)
+
+    def _made_weights(self, residence: Residence | None, *, is_cut: bool) -> Weights:
+        """What brings weights: from the disk, from the ranks over which they are cut, or from the masters alone."""
+        if residence is not None and residence.replicas is not None:
+            return residence.weights(self.units, self._seeds, self.model)
+        if is_cut:
+            return PassingWeights(self.units, self._seeds, self.model, overlap=self.overlap)
+        return Weights(self.units, self._seeds)
 
     def _join_residence(self, residence: Residence, across: ParamGroups) -> None:
         """Give the disk what it asks of the optimizer, and go on from the step that it holds, if it holds one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -43,7 +44,7 @@ class PassingWeights(Weights):
 
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, *, overlap: bool) -> None:
         super().__init__(units, seeds, AHEAD if overlap else None)
-        self._passages = {unit: Passage() for unit in units}
+        self._passages = {unit: Passage(bool(unit.buckets[0].live.untyped_storage().nbytes())) for unit in units}
         for unit in units:
             self._note(unit)
             assert unit.unit.module is not None
@@ -89,8 +90,9 @@ class PassingWeights(Weights):
         """Start to gather the unit's weights, unless they are whole or being gathered."""
         was_coming, passage = self.wait(unit), self._passages[unit]
         if not passage.is_whole:
+            self.begin_gather(unit)
             for bucket in unit.buckets:
-                _set_whole(bucket, True)
+                set_whole(bucket, True)
                 passage.gathering.append(bucket.comm.submit(bucket.gather))
             passage.is_whole = True
         # Behind the gather, which somebody waits for.
@@ -110,7 +112,14 @@ class PassingWeights(Weights):
             for future in passage.gathering:
                 unit.buckets[0].comm.wait(future)
             passage.gathering.clear()
+            self.end_gather(unit)
             self._note(unit)
+
+    def begin_gather(self, unit: LiveUnit) -> None:
+        """Note that this rank's part of the unit's weights is about to be sent, until `end_gather`."""
+
+    def end_gather(self, unit: LiveUnit) -> None:
+        """Note that the unit's weights are whole."""
 
     def keep(self) -> None:
         for unit in self.units:
@@ -151,7 +160,7 @@ class PassingWeights(Weights):
             self._arrive(unit)
             self._take_edited(unit)
             for bucket in unit.buckets:
-                _set_whole(bucket, False)
+                set_whole(bucket, False)
             passage.is_whole = passage.is_kept = False
 
     def _note(self, unit: LiveUnit) -> None:
@@ -162,12 +171,13 @@ class PassingWeights(Weights):
             edited = [s for s, seen in zip(bucket.slots, versions, strict=True) if s.param._version != seen]
             if edited:
                 self.tell_of_edits(bucket, [slot.name for slot in edited])
-            for slot in edited:
-                bucket.adopt(slot, slot.span.of(bucket.live))
+            with self.held(bucket) if edited else nullcontext():
+                for slot in edited:
+                    bucket.adopt(slot, slot.span.of(bucket.live))
         self._note(unit)
 
 
-def _set_whole(bucket: FlatBucket, is_whole: bool) -> None:
+def set_whole(bucket: FlatBucket, is_whole: bool) -> None:
     """Give `live` its memory, with undefined content, or free it. The parameters stay views into it."""
     try:
         bucket.live.untyped_storage().resize_(bucket.live.nbytes if is_whole else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
 import torch
@@ -23,16 +24,18 @@ from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
 from thinwire.hosts.ranks import Axis, along, open_ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
+from thinwire.hosts.sums import across_of
+from thinwire.layout.buckets import Unit
 from thinwire.layout.levels import Levels
-from thinwire.methods.memory import Residency, same_everywhere, settled
+from thinwire.methods.memory import Residency, Setup, placed, same_everywhere
 from thinwire.methods.sharded import ShardedMethod
-from thinwire.optim import SummingOptimizer
 from thinwire.state.elementwise import check_elementwise, needs_whole_tensors
 from thinwire.state.given import Given, optimizer_options, parameters_of, same_on_all_ranks
 from thinwire.state.replicas import check_device, digest, equal_bits, odd_ranks
 from thinwire.table import Row, announce as announce_table
 
 if TYPE_CHECKING:
+    from thinwire.hosts.offload.residence import Residence
     from thinwire.hosts.offload.tiling import TileMap
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -79,7 +82,8 @@ def zero(
         overlap: let weights arrive during the next forward; then call optimizer.synchronize() before you read weights.
         seed: of stochastic rounding.
         timeout_s, checked: see Communicator.
-        residency: which parts lie on a disk; None: none.
+        residency: which parts lie on a disk; None: none. Its `memory` becomes the process's limit (RLIMIT_DATA) until
+            `optimizer.close()`.
         initial: for a model made by `thinwire.hollow`: returns the first values of a parameter by name, the same on all
             ranks. Each is asked for once: matrices in order of registration, vectors separately. If it has a method
             `part(name, rows, columns)`, that is asked for tiles.
@@ -137,12 +141,8 @@ def zero(
     units = method.units(model, named, levels, chosen.__getitem__, bucket_numel)
     residence = None
     if residency is not None:
-        # Few runs need it.
-        from thinwire.hosts.offload.residence import Residence
-
-        across = isinstance(optimizer, SummingOptimizer)
-        residency = settled(residency, method, model, ranks.comm.topology, across=across)
-        residence = Residence.of(residency, model, inner=optimizer, units=units, device=device, comm=ranks.comm)
+        residence, rows = _residence(residency, Setup(method, model, ranks.comm.topology), optimizer, units, ranks.comm)
+        notes += rows
     sharded = ShardedOptimizer(
         model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes,
         residence=residence, initial=initial, tiling=tiling,
@@ -150,6 +150,24 @@ def zero(
     if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())
     return model, sharded
+
+
+def _residence(
+    residency: Residency, setup: Setup, optimizer: torch.optim.Optimizer, units: Sequence[Unit], comm: Communicator
+) -> tuple[Residence | None, list[Row]]:
+    """The disk of this rank, and rows on what of its options was not stated. setup: without its optimizer."""
+    # Few runs need it.
+    from thinwire.hosts.offload.budget import fitted
+    from thinwire.hosts.offload.residence import Residence
+
+    model = setup.model
+    setup = replace(setup, across=across_of(optimizer, model))
+    residency, rows = fitted(residency, setup)
+    parts = list(placed(residency, setup))
+    moves = sum(part.read for part in parts), sum(part.written for part in parts)
+    device = next(param.device for param in model.parameters() if param.requires_grad)
+    made = Residence.of(residency, model, inner=optimizer, units=units, device=device, comm=comm, moves=moves)
+    return made, rows
 
 
 def _check_method(method: object) -> None:

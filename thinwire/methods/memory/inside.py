@@ -4,21 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch import nn
+
+from thinwire.collectives import Topology
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.memory.residency import AT_ONCE, Residency
+from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
 
 
 def resident_method(method: object, axes: Collection[str] = ()) -> ShardedMethod:
-    """The method itself, if parts of its state can lie on a disk beside these axes of a mesh. Raises ConfigError."""
+    """The method whose state can lie on a disk beside these axes of a mesh: itself, or the one inside each island.
+
+    Raises ConfigError if there is none.
+    """
+    axes = set(axes) - {"data"}
+    if (outer := islands_method(method)) is not None:
+        method, axes = outer.inner, axes - {"island"}
     if not isinstance(method, ShardedMethod):
         name = getattr(method, "name", type(method).__name__)
         raise ConfigError(
             f"residency: {name} keeps all it has in memory; nearest that does not: sdp4bit, zero or frontier"
         )
-    if beside := sorted(set(axes) - {"data"}):
+    if beside := sorted(axes):
         raise ConfigError(f"residency beside an axis {beside[0]}: not supported; nearest: data alone")
     return method
+
+
+def islands_method(method: object) -> IslandsMethod | None:
+    """The method of the islands; None: it has none."""
+    method = method.method if isinstance(method, Connected) else method
+    return method if isinstance(method, IslandsMethod) else None
+
+
+def outer_bytes(method: object, model: nn.Module, topology: Topology) -> dict[str, int]:
+    """What the first rank of an island has in memory of the parameters that islands exchange, by name.
+
+    topology: of an island.
+    """
+    outer = islands_method(method)
+    if outer is None:
+        return {}
+    both, inner = (
+        each.plan(model, grid, 1).other
+        for each, grid in ((outer, Topology(2, topology.world_size)), (outer.inner, topology))
+    )
+    return {name: num_bytes for name, num_bytes in both.items() if name not in inner}
+
+
+def check_outer(residency: Residency, method: object) -> None:
+    """Raise ConfigError for options that don't suit islands, or a method of islands."""
+    outer = islands_method(method)
+    if outer is None:
+        return
+    problems, what = Problems(), f"residency: {outer.name} trains islands"
+    if residency.durable:
+        problems.messages.append(
+            f"{what}, which agree on a step only when they exchange; nearest: checkpoints, without durable"
+        )
+    if outer.climb is not None:
+        problems.messages.append(f"{what} uphill, with all weights and gradients at once; nearest: leave ascent out")
+    if outer.outer().correction is not None:
+        problems.messages.append(
+            f"{what} and corrects gradients by masters that are all in memory; nearest: leave the correction out"
+        )
+    problems.raise_any()
 
 
 def check_across(residency: Residency, optimizer: str, *, streams: bool) -> None:

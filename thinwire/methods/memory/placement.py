@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import nn
-
-from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
 from thinwire.layout.layers import looked_up
-from thinwire.methods.memory.floor import NUM_STATES, SMALL_NUMEL, Floor, KeptBytes, mean_bytes, units_of
-from thinwire.methods.memory.residency import FP32_BYTES, Residency
-from thinwire.methods.sharded import ShardedMethod
+from thinwire.methods.memory.floor import SMALL_NUMEL, Floor
+from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, Residency
+from thinwire.methods.memory.setup import NUM_STATES, Setup
 
 # Of the room in a budget, what is left for checkpoints, and what of the rest is used for what may stay.
 SPARE_BYTES, USED_SHARE = 100_000_000, 2 / 3
@@ -33,55 +30,73 @@ def stays(room_bytes: int) -> int:
     return max(0, int((room_bytes - SPARE_BYTES) * USED_SHARE))
 
 
-def placed(
-    residency: Residency, method: ShardedMethod, model: nn.Module, topology: Topology, micro_batches: int,
-    kept: KeptBytes | None = None,
-) -> Iterator[MemoryPart]:  # fmt: skip
+def placed(residency: Residency, setup: Setup) -> Iterator[MemoryPart]:
     """The parts of a rank's training after the free memory is known; see `Residence.after_update`.
 
     With W bytes of weights on the disk, of which C stay in memory, and m micro-batches, a step reads (2 m + 1) (W - C),
     or (3 m + 1) (W - C) if layers are recomputed, and writes W, or nothing if all stay. Tables of which a forward takes
     rows are read once, for the update, and stay last; their rows are not counted. States are read and written
-    except those that stay. A durable step writes all of them, and the weights that belong to this rank's masters. Mean
-    gradients are written and read once, if they lie on the disk.
+    except those that stay. A durable step writes all of them, and the weights that belong to this rank's masters. An
+    optimizer that looks across matrices reads its state for each part of its update. Mean gradients are written and
+    read once, if they lie on the disk.
 
-    residency: without "auto", besides for the optimizer. kept: see `settled`. model: only its shapes are used.
+    residency: without "auto", besides for the optimizer.
     """
-    floor = Floor.of(residency, method, model, topology, micro_batches, kept)
-    plan = method.plan(model, topology, micro_batches)
+    floor, plan, kept = Floor.of(residency, setup), setup.plan, setup.kept
     budget = residency.memory_bytes
-    left = 0 if budget is None else stays(budget - floor.num_bytes)
+    left = 0 if budget is None else stays(budget - floor.step_bytes)
     for name, num_bytes in floor.parts.items():
         if name == "gradients" and residency.gradients == "disk":
-            mean = mean_bytes(plan)
+            mean = setup.mean_bytes
             yield MemoryPart(name, num_bytes, mean, mean, mean)
         elif name == "activations" and kept is not None and residency.spills:
-            moved = micro_batches * residency.spilled(kept)
+            moved = setup.micro_batches * residency.spilled(kept)
             yield MemoryPart(name, num_bytes, residency.spilled(kept), moved, moved)
         elif name not in ("weights", "optimizer"):
             yield MemoryPart(name, num_bytes)
     if residency.weights == "disk":
-        large = [unit for unit in units_of(method, model, topology) if unit.numel >= SMALL_NUMEL]
-        sizes, by_rows = [FP32_BYTES * unit.numel for unit in large], looked_up(model)
-        tables = sum(size for size, unit in zip(sizes, large, strict=True) if by_rows.issuperset(names_of(unit)))
-        total, least = sum(sizes), min(2 * max(sizes, default=0), sum(sizes))
-        staying = min(total, least + left)
-        left -= staying - least
-        passes = micro_batches * (3 if residency.recomputes else 2) + 1
-        used = total - tables
-        read = passes * max(0, used - staying) + min(tables, total - staying)
-        written = 0 if staying == total else total
-        yield MemoryPart("weights", plan.weights - total + staying, total, read, written)
+        weights, left = _weights_on_disk(residency, setup, left)
+        yield weights
     else:
         yield MemoryPart("weights", plan.weights)
     if residency.optimizer == "memory":
-        yield MemoryPart("masters and optimizer state", plan.optimizer)
+        yield MemoryPart("masters and optimizer state", setup.states.whole)
     else:
-        whole = int(residency.state_share * plan.optimizer)
-        staying = min(whole, left) if residency.optimizer == "auto" else 0
-        written = whole + plan.optimizer // NUM_STATES if residency.durable else whole - staying
-        disk, held = residency.disk_bytes(plan.optimizer), min(floor.parts["optimizer"] + staying, plan.optimizer)
-        yield MemoryPart("masters and optimizer state", held, disk, whole - staying, written)
+        yield _states_on_disk(residency, setup, floor, left)
+
+
+def _weights_on_disk(residency: Residency, setup: Setup, left: int) -> tuple[MemoryPart, int]:
+    """Weights, and the bytes that are left when those stay that fit into `left`."""
+    large = [unit for unit in setup.units if unit.numel >= SMALL_NUMEL]
+    over = setup.method.levels(setup.topology).weights_over
+    sizes = [FP32_BYTES * unit.numel // over for unit in large]
+    # Weights that are gathered are read whole, and once for a backward that computes them again.
+    by_rows = looked_up(setup.model) if over == 1 else set[str]()
+    tables = sum(size for size, unit in zip(sizes, large, strict=True) if by_rows.issuperset(names_of(unit)))
+    total, least = sum(sizes), min(2 * max(sizes, default=0), sum(sizes))
+    staying = min(total, least + left)
+    passes = setup.micro_batches * (3 if residency.recomputes and over == 1 else 2) + 1
+    read = passes * max(0, total - tables - staying) + min(tables, total - staying)
+    written = 0 if staying == total else total
+    held = setup.plan.weights - total + staying
+    return MemoryPart("weights", held, total, read, written), left - (staying - least)
+
+
+def _states_on_disk(residency: Residency, setup: Setup, floor: Floor, left: int) -> MemoryPart:
+    """Masters and optimizer state, of which so many bytes stay in memory as `left` says."""
+    states, name = setup.states, "masters and optimizer state"
+    in_passing = floor.parts.get("optimizer", 0)
+    if states.disk:
+        staying = min(states.whole, left) if residency.optimizer == "auto" else 0
+        # Updated masters are sent from the disk if gradients did not wait for them in memory.
+        reads = states.num_reads + (residency.gradients == AT_ONCE)
+        held, moved = min(in_passing + staying, states.whole), states.whole - staying
+        return MemoryPart(name, held, states.disk, reads * moved, moved)
+    whole = int(residency.state_share * states.whole)
+    staying = min(whole, left) if residency.optimizer == "auto" else 0
+    written = whole + states.whole // NUM_STATES if residency.durable else whole - staying
+    disk, held = residency.disk_bytes(states.whole), min(in_passing + staying, states.whole)
+    return MemoryPart(name, held, disk, whole - staying, written)
 
 
 def names_of(unit: Unit) -> set[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from thinwire.codecs import Codec, Identity, Integer
+from thinwire.codecs import Cast, Codec, Identity, Integer
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.methods.memory.tiling import TileGrid
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
@@ -36,13 +36,15 @@ def keeps_moments(codec: Codec) -> bool:
     may become zero, which `Coding` prevents where integers have a level between; groups end where sub-groups end.
     """
     if not isinstance(codec, Integer):
-        return isinstance(codec, Identity)
+        # `Coding` rounds bf16 at random.
+        return isinstance(codec, Identity) or codec == Cast("bf16")
     return codec.traits.unbiased and codec.levels > 1 and LEAST_SUB_GROUP % codec.group == 0
 
 
 MOMENTS = CodecRule(
     keeps_moments,
-    f"moments must be fp32, or integers of 3 bits or more, rounded at random, in groups that divide {LEAST_SUB_GROUP}",
+    f"moments must be fp32, bf16, or integers of 3 bits or more, rounded at random, in groups that divide "
+    f"{LEAST_SUB_GROUP}",
     nearest="int8/64",
 )
 
@@ -62,23 +64,24 @@ class Residency:
     memory: str | None = None
     """Most memory of each process, such as 2gb. By default the process's own limit (ulimit -d), or none."""
     store: str | None = None
-    """Folder for what does not fit, on a disk of this machine. `thinwire train` takes RUN_DIR/store by default."""
+    """Folder for what does not fit, on a disk of this machine. `thinwire train` takes RUN_DIR/store by default;
+    elsewhere it is a folder of this user's among temporary files."""
     weights: Literal["auto", "memory", "disk"] = "auto"
-    """Where whole weights lie: memory, disk, or auto: on the disk if the budget is too small for them and their
-    gradients."""
+    """Where weights lie: memory, disk, or auto: where a step takes fewer seconds, of what fits the budget."""
     gradients: Literal["auto", "memory", "disk", "step"] = "auto"
     """Where mean gradients wait for the update: memory, disk, or step: nowhere, each bucket is stepped when its mean
     arrives, by Apollo, whose limit stands for clipping; auto: as the budget needs it."""
     optimizer: Literal["auto", "memory", "disk"] = "auto"
     """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
     states: str = FP32
-    """Codec of the optimizer's moments on the disk: fp32, or integers rounded at random, such as int8/64; of second
-    moments their square roots. Masters stay fp32."""
+    """Codec of the optimizer's moments on the disk: fp32; bf16, rounded at random; or integers rounded at random, such
+    as int8/64, of second moments their square roots. Masters stay fp32."""
     activations: str = "auto"
     """What a forward keeps for its backward: keep: everything; recompute: only each layer's input, and the rest is
     computed again; recompute:disk: the same, and the inputs lie on the disk; offload: everything, on the disk;
     sample:0.3: that share of the rows of what linear layers are given, by which the gradient of weights is estimated
-    without bias; auto: in `thinwire train`, recompute, from the disk too, if the budget needs it."""
+    without bias; recompute+sample:0.3: layers keep their inputs, and a sample while they are computed again; auto: in
+    `thinwire train`, recompute, from the disk too, if the budget needs it."""
     slices: int | None = None
     """Parts of a micro-batch that a layer computes one after another, so that its weights are read once for all of
     them. Layers are then recomputed."""
@@ -150,14 +153,19 @@ class Residency:
         return share_of(self.activations)
 
     @property
+    def way(self) -> str:
+        """What becomes of activations, without a share."""
+        return self.activations.partition("+")[0]
+
+    @property
     def recomputes(self) -> bool:
         """Whether layers keep their inputs alone."""
-        return self.activations in (RECOMPUTE, RECOMPUTE_FROM_DISK)
+        return self.way in (RECOMPUTE, RECOMPUTE_FROM_DISK)
 
     @property
     def spills(self) -> bool:
         """Whether what a forward keeps lies on the disk."""
-        return self.activations in (OFFLOAD, RECOMPUTE_FROM_DISK)
+        return self.way in (OFFLOAD, RECOMPUTE_FROM_DISK)
 
     def spilled(self, kept: Mapping[str, int]) -> int:
         """Bytes that a micro-batch's forward leaves on the disk. kept: see `kept_ways`."""
@@ -174,10 +182,17 @@ class Residency:
         return None if self.disk_rate is None else read_byte_rate(self.disk_rate)
 
     @property
+    def needs_store(self) -> bool:
+        """Whether something lies on a disk."""
+        return self.weights == "disk" or self.gradients == "disk" or self.optimizer != "memory" or self.spills
+
+    @property
     def folder(self) -> Path:
         """The folder on the disk. Raises ConfigError if none is stated."""
         if self.store is None:
-            raise ConfigError("residency: no store is stated for what does not fit in memory: name a folder on a disk")
+            raise ConfigError(
+                "residency: no store is stated, and a durable run must find it again: name a folder on a disk"
+            )
         return Path(self.store).expanduser()
 
     @property
@@ -192,7 +207,7 @@ class Residency:
 
     def coding(self, kind: str) -> Coding:
         """How a kind of the optimizer's state lies on the disk."""
-        return Coding(self.codec, of_roots=kind in SQUARES and not self.codec.traits.lossless)
+        return Coding(self.codec, of_roots=kind in SQUARES and isinstance(self.codec, Integer))
 
     @property
     def state_share(self) -> float:
@@ -227,15 +242,16 @@ def same_everywhere(residency: Residency | None) -> dict[str, object]:
 
 def share_of(activations: str) -> float | None:
     """The share of sample:SHARE; None for another word. Raises ConfigError for what is neither, or out of range."""
-    word, _, text = activations.partition(":")
     if activations in ACTIVATIONS:
         return None
+    way, _, sample = activations.rpartition("+")
+    word, _, text = (sample if way in (RECOMPUTE, RECOMPUTE_FROM_DISK) else activations).partition(":")
     try:
         share = float(text)
     except ValueError:
         share = math.nan
     if word != SAMPLE or math.isnan(share):
-        known = (*ACTIVATIONS, f"{SAMPLE}:0.3")
+        known = (*ACTIVATIONS, f"{SAMPLE}:0.3", f"{RECOMPUTE}+{SAMPLE}:0.3")
         raise ConfigError(
             f"activations {activations!r}: must be one of {', '.join(known)}{nearest(activations, known)}"
         )

@@ -6,6 +6,8 @@ import re
 
 from thinwire.errors import ConfigError
 
+# The variable by which an emulated network tells its ranks the rate of their disks.
+LENT_RATE = "THINWIRE_DISK_RATE"
 UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30,
 }  # fmt: skip

@@ -18,7 +18,8 @@ from tests.workers import run_workers
 from thinwire import device
 from thinwire.device import Cuda, Device, choose, take
 from thinwire.errors import ConfigError
-from thinwire.launch.prepare import device_of, resolve
+from thinwire.launch.check_parts import device_of
+from thinwire.launch.prepare import resolve
 from thinwire.run.config import TrainConfig
 from thinwire.run.run import Run
 

@@ -13,7 +13,7 @@ from tests.workers import run_workers
 from thinwire.checkpoint import CheckpointError, Keep, step_of
 from thinwire.checkpoint.folder import folder_of, sealed
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.launch.prepare import check_resume
+from thinwire.launch.check_resume import check_resume
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
 from thinwire.run.settings import to_toml

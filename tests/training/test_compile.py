@@ -13,7 +13,7 @@ from tests.training.alone import small_config, trainer_of
 from tests.workers import run_workers
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.launch.prepare import check_compiled
+from thinwire.launch.check_parts import check_compiled
 from thinwire.run.config import TrainConfig
 from thinwire.run.run import Run
 from thinwire.training import engine

@@ -17,7 +17,7 @@ import pytest
 from thinwire.compare.watch import MetricsTail
 from thinwire.errors import ConfigError
 from thinwire.launch import machine
-from thinwire.launch.prepare import check_fault
+from thinwire.launch.check_parts import check_fault
 from thinwire.optim.schedule import lr_at
 from thinwire.report.metrics import MembershipEvent, MetricsWriter, StepMetrics, medians, read_events, read_metrics
 from thinwire.report.progress import Progress

@@ -56,11 +56,12 @@ def test_errors_and_regrets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_cells_that_are_known_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, plot, page = (tmp_path / name for name in ("cells.jsonl", "cells.svg", "page.md"))
+    file, rows, plot, page = (tmp_path / name for name in ("cells.jsonl", "rows.json", "cells.svg", "page.md"))
     network = str(planner.LabSpec(nodes=4, rate="50mbit"))
     file.write_text(json.dumps(asdict(cell(network, "zero", 1.0, 1.1, (0.5, 0.5)))) + "\n")
     page.write_text(f"before\n{planner.BEGIN}\n{planner.END}\n")
-    for name, value in {"RESULTS": file, "PICTURE": plot, "PAGE": page, "ROOT": tmp_path}.items():
+    places = {"RESULTS": file, "README_ROWS": rows, "PICTURE": plot, "PAGE": page, "ROOT": tmp_path}
+    for name, value in places.items():
         monkeypatch.setattr(planner, name, value)
     asked: list[list[str]] = []
 
@@ -76,6 +77,7 @@ def test_cells_that_are_known_are_not_measured_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr("sys.argv", words)
     planner.main()
     assert asked[2:] == [["ddp"]] and len(planner.read(file)) == 4 and "xmlns" in plot.read_text()
+    assert "4 cells" in rows.read_text()
     assert (
         page.read_text().count("| rate=50mbit") == 4 and "| `thinwire plan` | 0 | 1.050 | 1.100 |" in page.read_text()
     )

@@ -18,6 +18,8 @@ MOST_KNOWN = 256
 EQUAL = 1.01
 # The part of a bucket that is worth passing at once.
 LEAST = 1e-3
+# As arrays, since the types of numpy's functions are not always known to take plain numbers.
+NOTHING, ONE = np.zeros(()), np.ones(())
 
 
 class Ways(NamedTuple):
@@ -54,7 +56,7 @@ def fair_rates(ways: Ways, sending: np.ndarray) -> np.ndarray:
     while len(unsettled):
         up, down = ways.up[unsettled], ways.down[unsettled]
         users = np.bincount(up, minlength=len(left)) + np.bincount(down, minlength=len(left))
-        shares = left / np.maximum(users, 1)
+        shares = left / np.maximum(users, ONE)
         offers = np.minimum(ways.rates[unsettled], np.minimum(shares[up], shares[down]))
         least = float(offers.min())
         is_settled = offers <= least * EQUAL
@@ -115,7 +117,7 @@ class Traffic(Generic[T]):
     def _depart(self, departure_s: float) -> None:
         """Let all messages leave whose last byte is sent by now: those of equal shares end together."""
         by_s = self._since_s + (departure_s - self._since_s) * EQUAL
-        ended = np.flatnonzero(self._sending)[self._ends_s <= by_s]
+        ended = np.flatnonzero(self._sending)[self._ends_s <= np.array(by_s)]
         self._progress(departure_s)
         for number in ended.tolist():
             queue, (source, target) = self._queues[number], self.network.pairs[number]
@@ -142,7 +144,7 @@ class Traffic(Generic[T]):
             self._buckets.take(self._left, self._sending)
             self._rates = self._fair()
             own = self._sending
-            self._ends_s = self._since_s + np.maximum(self._left[own], 0.0) / self._rates[own]
+            self._ends_s = self._since_s + np.maximum(self._left[own], NOTHING) / self._rates[own]
             self._departure_s = float(self._ends_s.min()) if own.any() else math.inf
         return self._departure_s
 
@@ -189,5 +191,5 @@ class _Buckets:
         if self.size_s:
             rates = np.repeat(sending[self.pairs], 3)
             used = np.bincount(self.on_the_way.ravel(), rates, len(self.rates))
-            unused = np.maximum(0.0, 1.0 - used / self.rates)
-            np.minimum(self.size_s, self.left_s + seconds * unused, out=self.left_s)
+            unused = (1 - used / self.rates).clip(0)
+            self.left_s = (self.left_s + seconds * unused).clip(max=self.size_s)

@@ -20,6 +20,8 @@ from thinwire.models.vocabulary import cut_vocabulary, ends_of, why_whole_vocabu
 
 # How transformers calls a matrix of x W^T that is cut by columns of the result, and the next one, cut by rows.
 COLUMNS, ROWS = "colwise", "rowwise"
+# And how an embedding that is cut by rows of the vocabulary.
+EMBEDDING = "embedding_rowwise"
 # Of the modules of a layer.
 LLAMA = dict.fromkeys(
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), COLUMNS
@@ -56,13 +58,17 @@ def tensor_sizes(config: Any, local_size: int) -> list[int]:
 
 
 def plan_of(config: Any) -> dict[str, str]:
-    """{pattern of module names: COLUMNS or ROWS}, as transformers states it. Raises ConfigError."""
+    """{pattern of module names: COLUMNS or ROWS} of matrices, as transformers states it. Raises ConfigError.
+
+    What it states of the embedding is left out: `why_whole_vocabulary` decides about it.
+    """
     stated = getattr(config, "base_model_tp_plan", None)
     if not stated:
         raise ConfigError(
             f"{config.model_type}: transformers states no tensor parallelism for it; nearest: parallelize_module with "
             "a plan of your own, and thinwire.parallelize, or a family such as llama, mistral or qwen2"
         )
+    stated = {pattern: style for pattern, style in stated.items() if style != EMBEDDING}
     for pattern, style in stated.items():
         if style not in STYLES:
             raise ConfigError(

@@ -19,6 +19,7 @@ from thinwire.cost import Message
 from thinwire.errors import ConfigError
 from thinwire.placement.plan import FORWARD, DevicePlan
 from thinwire.placement.profile import profile
+from thinwire.placement.runner import identity
 from thinwire.placement.trace import trace
 
 WIDTH = models.WIDTH
@@ -184,6 +185,17 @@ def test_a_module_that_can_not_be_traced_is_named_and_may_be_a_leaf() -> None:
         thinwire.place(Routed(Router()), X, machine(2), leaves=["prat.0"])
     with pytest.raises(ConfigError, match=r"leaves 'part.0' must be a list, such as \['part.0'\]"):
         thinwire.place(Routed(Router()), X, machine(2), leaves="part.0")
+
+
+def test_ranks_agree_on_functions_by_name() -> None:
+    def told(function: Any) -> str:
+        placement = thinwire.place(Own(lambda self, x: function(self.layer(x)).mean()), X, machine(1))
+        return identity(placement.routes, list(placement.homes))
+
+    for function in (F.relu, lambda y: torch.cat([y, y]), lambda y: torch.mul(y, y), F.silu, lambda y: y @ y.t()):
+        # An address differs from process to process.
+        assert " at 0x" not in told(function)
+    assert told(F.relu) == told(F.relu) != told(F.silu)
 
 
 def test_several_tensors_of_a_node_stay_with_those_that_take_them() -> None:

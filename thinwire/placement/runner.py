@@ -19,6 +19,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import Axis
 from thinwire.placement.plan import BACKWARD, FORWARD, CrossingTensor, DevicePlan, DeviceRoutes
 from thinwire.placement.profile import mapped
+from thinwire.placement.trace import target_name
 from thinwire.table import Row, announce as announce_table
 
 # Of a rank that has no other: it stays zero.
@@ -87,9 +88,7 @@ class Placed:
     def _common_plan(self, comm: Communicator, own: DeviceRoutes) -> DevicePlan:
         """The first rank's plan. Raises ConfigError for a rank with another model or other inputs."""
         names = [name for name in own.traced.named if name not in own.profile.constants]
-        nodes = own.traced.named
-        told = [(name, nodes[name].op, str(nodes[name].target), own.profile.sizes[name].shape) for name in names]
-        mark = torch.tensor([zlib.crc32(repr((told, own.training)).encode())])
+        mark = torch.tensor([zlib.crc32(identity(own, names).encode())])
         marks = comm.wait(comm.all_gather_exact(mark)).flatten().tolist()
         if odd := next((rank for rank, each in enumerate(marks) if each != marks[0]), None):
             raise ConfigError(
@@ -139,6 +138,16 @@ class Placed:
             return found[node.name] if node.name in found else self.routes.profile.constants[node.name]
 
         return mapped(self.routes.traced.output, value, fx.Node)
+
+
+def identity(routes: DeviceRoutes, names: Sequence[str]) -> str:
+    """A text in which placements of one model, for inputs of the same shapes, agree in all processes.
+
+    names: of the nodes that are computed.
+    """
+    nodes, sizes = routes.traced.named, routes.profile.sizes
+    told = [(name, nodes[name].op, target_name(nodes[name]), sizes[name].shape) for name in names]
+    return repr((told, routes.training))
 
 
 class _Whole(torch.autograd.Function):

@@ -231,6 +231,14 @@ def _untraceable(model: nn.Module, path: Sequence[str], error: Exception) -> str
     )
 
 
+def target_name(node: fx.Node) -> str:
+    """What a node does, in the same words in all processes: the text of a function may hold its address."""
+    if isinstance(node.target, str):
+        return node.target
+    name = getattr(node.target, "__name__", type(node.target).__qualname__)
+    return f"{getattr(node.target, '__module__', None)}.{name}"
+
+
 def is_of_shapes(node: fx.Node) -> bool:
     """Whether a node reads a property of a tensor that does not depend on its values."""
     if node.op == "call_method":

@@ -20,7 +20,7 @@ PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
 # Training options that each contestant may set for itself, because their best values depend on the method.
 TUNED = ("lr", "optimizer", "weight_decay", "grad_clip")
 # How the model lies on the ranks, and options of tables such as pipeline.plan: each contestant's own, too.
-LAYOUT = ("stages", "tensor", "micro_batch", "order", "local_size")
+LAYOUT = ("stages", "tensor", "micro_batch", "order", "local_size", "memory")
 LAYOUT_OPTIONS = (PIPELINE, SEQUENCE, EXPERTS)
 # The strategy inside each island, of a contestant that trains islands.
 INSIDE = "inner"

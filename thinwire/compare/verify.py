@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from thinwire.lab import LabSpec
     from thinwire.planner.search import Priced
     from thinwire.planner.training_plan import TrainingPlan
+    from thinwire.run.config import TrainConfig
 
 # Steps of each way: in each of two rounds, some warm up and the others are timed.
 STEPS, ROUNDS = 20, 2
@@ -97,7 +98,6 @@ def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name:
     """
     from thinwire.compare.options import RaceConfig
     from thinwire.compare.run import race
-    from thinwire.planner.written import training
     from thinwire.run.signals import StoppedError
 
     contestants = [contestant(number, way, found) for number, way in enumerate(ways, 1)]
@@ -106,11 +106,7 @@ def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name:
         lab=str(lab_of(found.machine)), rounds=ROUNDS, bound=False, overwrite=True,
         out=str(out.with_name(f"{out.stem}-{name}")),
     )  # fmt: skip
-    shared = replace(
-        training(config, found, out.with_suffix(".json")), steps=STEPS, eval_sequences=0, checkpoint_every=0,
-        # What a way states itself is not shared.
-        plan=None, order=(), stages=None, micro_batch=config.micro_batch, tables=dict(config.tables),
-    )  # fmt: skip
+    shared = shared_of(config, found)
     print(f"racing {len(ways)} way(s) in the lab, {asked.lab}: links as measured, on the cores of this machine")
     result = race(asked, shared, contestants=contestants)
     if result.stopped:
@@ -118,6 +114,19 @@ def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name:
     measured = {row.name: row.mean.step_s for row in result.contestants if not row.reason}
     show(contestants, ways, result)
     return [measured.get(one.name) or math.inf for one in contestants]
+
+
+def shared_of(config: PlanConfig, found: TrainingPlan) -> TrainConfig:
+    """The training that all ways share, without what a way states itself."""
+    from thinwire.compare.contestants import INSIDE, LAYOUT
+    from thinwire.planner.written import training
+    from thinwire.run.config import DEFAULTS
+
+    own = {name: getattr(DEFAULTS, name) for name in (*LAYOUT, INSIDE)} | {"micro_batch": config.micro_batch}
+    made = training(config, found, Path(config.out).with_suffix(".json"))
+    return replace(
+        made, steps=STEPS, eval_sequences=0, checkpoint_every=0, plan=None, tables=dict(config.tables), **own
+    )
 
 
 def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
@@ -132,6 +141,8 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
         options["order"] = way.order
     if candidate.tensor > 1:
         options["tensor"] = candidate.tensor
+    if candidate.memory:
+        options["memory"] = candidate.memory
     if candidate.sequence > 1:
         options["sequence.parallel"] = candidate.sequence
     if candidate.experts > 1:

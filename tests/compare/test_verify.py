@@ -1,0 +1,48 @@
+"""The ways of a plan as contestants of a race."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.test_plan import RATES
+from thinwire.compare.plan import shared_config
+from thinwire.compare.verify import contestant, lab_of, shared_of
+from thinwire.cost import Cores, Machine, Network
+from thinwire.planner import plan as module
+from thinwire.planner.plan import plan
+from thinwire.planner.plan_options import PlanConfig
+from thinwire.planner.search import Priced
+from thinwire.planner.training_plan import TrainingPlan
+from thinwire.run.config import TrainConfig
+
+
+@pytest.fixture(scope="module")
+def found() -> TrainingPlan:
+    """Plain training of tiny on two nodes of two ranks."""
+    network = replace(Network.even(4, 12.5e6, 1e-3), nodes=(0, 0, 1, 1))
+    made = Machine(tuple("abcd"), network, Cores(tuple(range(4)), (1.0,) * 4), RATES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "NUM_SIMULATED", 1)
+        return plan("tiny", made, tokens_per_step=512, seq_len=64, micro_batch=2, strategies=("ddp",), stages=1)
+
+
+def configs(found: TrainingPlan, *ways: Priced) -> list[TrainConfig]:
+    """What the ways train with in a race of them, of which the first is the plan's."""
+    found = replace(found, search=replace(found.search, fastest=ways))
+    shared = shared_of(PlanConfig(model="tiny", seq_len=64, micro_batch=2), found)
+    contestants = [contestant(number, way, found) for number, way in enumerate(ways, 1)]
+    return [one.config(shared_config(shared, lab_of(found.machine))) for one in contestants]
+
+
+def test_a_way_races_with_nothing_of_the_best_way(found: TrainingPlan) -> None:
+    plain = replace(found.best, candidate=replace(found.best.candidate, tensor=1, sequence=1), order=(0, 1, 2, 3))
+    cut = replace(plain.candidate, tensor=2, replicas=2, memory="800mb")
+    first, second = configs(found, replace(plain, candidate=cut), plain)
+    assert (first.tensor, first.memory, first.strategy) == (2, "800mb", "ddp")
+    assert (second.tensor, second.memory, second.strategy, second.local_size) == (None, None, "ddp", 2)
+    islands = replace(plain.candidate, outer="diloco", islands=4, replicas=1)
+    first, second = configs(found, replace(plain, candidate=islands), plain)
+    assert (first.strategy, first.inner, first.local_size) == ("diloco", "ddp", 1)
+    assert (second.strategy, second.inner, second.local_size) == ("ddp", None, 2)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.test_plan import RATES
-from thinwire.compare.plan import shared_config
-from thinwire.compare.verify import contestant, lab_of, shared_of
+from thinwire.compare.options import RaceConfig
+from thinwire.compare.plan import exchanges_timed, shared_config, timed_steps_of
+from thinwire.compare.verify import ROUNDS, STEPS, contestant, lab_of, shared_of, with_exchanges
 from thinwire.cost import Cores, Machine, Network
 from thinwire.planner import plan as module
 from thinwire.planner.plan import plan
@@ -46,3 +47,15 @@ def test_a_way_races_with_nothing_of_the_best_way(found: TrainingPlan) -> None:
     first, second = configs(found, replace(plain, candidate=islands), plain)
     assert (first.strategy, first.inner, first.local_size) == ("diloco", "ddp", 1)
     assert (second.strategy, second.inner, second.local_size) == ("ddp", None, 2)
+
+
+def test_a_race_times_whole_periods_of_islands(found: TrainingPlan) -> None:
+    config, race = PlanConfig(model="tiny", seq_len=64, micro_batch=2), RaceConfig(rounds=ROUNDS)
+    shared, plain = shared_of(config, found), contestant(1, found.best, found)
+    way = replace(found.best, candidate=replace(found.best.candidate, outer="diloco", islands=4, replicas=1))
+    islands = contestant(2, way, found)
+    every = islands.exchanges_every(shared)
+    assert with_exchanges(race, shared, [plain]).steps == STEPS < every and not exchanges_timed(race, shared, islands)
+    longer = with_exchanges(race, shared, [plain, islands])
+    assert timed_steps_of(race, longer, islands) == every
+    assert exchanges_timed(race, longer, islands) == ROUNDS

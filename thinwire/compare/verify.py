@@ -16,13 +16,14 @@ from thinwire.planner.plan_options import PlanConfig, read_plan_line
 if TYPE_CHECKING:
     from thinwire.compare.contestants import Contestant
     from thinwire.compare.measure import Result
+    from thinwire.compare.options import RaceConfig
     from thinwire.cost import Machine
     from thinwire.lab import LabSpec
     from thinwire.planner.search import Priced
     from thinwire.planner.training_plan import TrainingPlan
     from thinwire.run.config import TrainConfig
 
-# Steps of each way: in each of two rounds, some warm up and the others are timed.
+# Steps of each way, at least: in each of two rounds, some warm up and the others are timed.
 STEPS, ROUNDS = 20, 2
 # A rate of two nodes that is lower than the others' by more than this is one of its own.
 SLOWER = 0.9
@@ -106,8 +107,12 @@ def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name:
         lab=str(lab_of(found.machine)), rounds=ROUNDS, bound=False, overwrite=True,
         out=str(out.with_name(f"{out.stem}-{name}")),
     )  # fmt: skip
-    shared = shared_of(config, found)
+    shared = with_exchanges(asked, shared_of(config, found), contestants)
     print(f"racing {len(ways)} way(s) in the lab, {asked.lab}: links as measured, on the cores of this machine")
+    if shared.steps > STEPS:
+        print(
+            f"{shared.steps} steps of each, in place of {STEPS}: islands exchange rarely, and a whole period is timed"
+        )
     result = race(asked, shared, contestants=contestants)
     if result.stopped:
         raise StoppedError(signal.Signals[result.stopped])
@@ -127,6 +132,14 @@ def shared_of(config: PlanConfig, found: TrainingPlan) -> TrainConfig:
     return replace(
         made, steps=STEPS, eval_sequences=0, checkpoint_every=0, plan=None, tables=dict(config.tables), **own
     )
+
+
+def with_exchanges(race: RaceConfig, shared: TrainConfig, contestants: Sequence[Contestant]) -> TrainConfig:
+    """The training with so many steps that each round times a whole period of every way."""
+    from thinwire.compare.plan import steps_with_exchanges
+
+    needed = (steps_with_exchanges(race, shared, one) for one in contestants)
+    return replace(shared, steps=max(shared.steps, *needed))
 
 
 def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:

@@ -16,6 +16,7 @@ from thinwire.models import build_skeleton
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, model_table
 from thinwire.planner.choice import unpriced
 from thinwire.planner.memory import Estimator, fitted, read_runs
+from thinwire.planner.outputs import prediction_of, wrong_outputs
 from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
@@ -31,7 +32,8 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     machine = problems.note(Machine.read, config.machine)
     memory = None if config.memory is None else problems.note(read_bytes, config.memory)
     learnt = None if config.runs is None else problems.note(learnt_memory, config.runs)
-    names = None if config.strategies == "all" else tuple(filter(None, config.strategies.split(",")))
+    stated = map(str.strip, config.strategies.split(","))
+    names = None if config.strategies.strip() == "all" else tuple(filter(None, stated))
     problems.messages += unpriced(names) if names is not None else []
     if config.stages is not None and machine is not None and machine.num_ranks % max(1, config.stages):
         fits = [n for n in range(1, machine.num_ranks + 1) if machine.num_ranks % n == 0]
@@ -39,15 +41,13 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
         problems.messages.append(
             f"--stages {config.stages}: must divide the {machine.num_ranks} ranks; nearest: {near}"
         )
-    out = Path(config.out)
     if config.verify < 0:
         problems.messages.append(f"--verify {config.verify}: must be at least 0; nearest: 0")
     if config.verify and config.trace is not None:
         problems.messages.append("--trace and --verify: the way that is written may be another; leave one of both out")
     if config.tables.get(PIPELINE, {}).get("across", STAGES) not in (STAGES, "auto"):
         problems.messages.append("--pipeline.across: a plan finds an order in which stages cross nodes; leave it out")
-    if not out.absolute().parent.is_dir():
-        problems.messages.append(f"--out {config.out}: its folder does not exist")
+    problems.messages += wrong_outputs(config)
     with problems.collect():
         table = config.tables.get(model_table(config.model) or "", {})
         build_skeleton(config.model, load_tokenizer(config.tokenizer).vocab_size, config.seq_len, table)
@@ -78,8 +78,7 @@ def learnt_memory(folder: str) -> tuple[Estimator, str]:
 
 def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
     """Write the files of a plan, and say where they are."""
-    out = Path(config.out)
-    prediction = out.with_suffix(".json")
+    out, prediction = Path(config.out), prediction_of(config)
     prediction.write_text(found.to_json())
     out.write_text(to_toml(training(config, found, prediction)))
     if config.trace is not None:

@@ -20,6 +20,7 @@ from thinwire.planner.options import AUTO
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.rough import rough_s
 from thinwire.planner.search import Priced, Search, ranked
+from thinwire.planner.sizes import no_mesh, wrong_sizes
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import bytes_text
 
@@ -77,12 +78,9 @@ def plan(
         raise ConfigError(f"model {model}: only presets such as demo can be planned for; nearest: demo")
     problems = Problems()
     ranks = machine.num_ranks
-    if tokens_per_step % seq_len:
-        near = max(1, round(tokens_per_step / seq_len / ranks)) * seq_len * ranks
-        problems.messages.append(
-            f"--tokens-per-step {tokens_per_step}: must be a multiple of --seq-len {seq_len}; nearest: {near}, which "
-            "all ranks share evenly"
-        )
+    problems.messages += wrong_sizes(
+        llama, ranks, tokens_per_step=tokens_per_step, seq_len=seq_len, micro_batch=micro_batch, stages=stages
+    )
     choice = problems.note(choice_of, strategies, tables)
     problems.raise_any()
     assert choice is not None
@@ -96,10 +94,7 @@ def plan(
         if stages in (None, way.stages) and (way.outer or choice.has_plain)
     ]  # fmt: skip
     if not listed:
-        raise ConfigError(
-            f"--tokens-per-step {tokens_per_step}: no mesh of {ranks} ranks shares {tokens_per_step // seq_len} "
-            f"sequences evenly; nearest: {max(1, round(tokens_per_step / seq_len / ranks)) * seq_len * ranks}"
-        )
+        raise no_mesh(ranks, tokens_per_step, seq_len, tables, strategies, stages)
     memory = min(machine.memory_bytes, memory_bytes or machine.memory_bytes)
     found = searched(listed, pricing, choice, memory, memory_bytes)
     if not found.fastest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -318,6 +319,14 @@ def test_a_part_lies_on_a_disk_only_where_nothing_fits_in_memory() -> None:
     assert all(each.memory_bytes <= 700e6 for each in heavy.fastest)
     with pytest.raises(ConfigError, match="no way to train fits; the least is"):
         planned(replace(made, base_bytes=690e6), strategies=("zero",), memory_bytes=700e6, stages=1)
+    # The least that is named suffices, in memory and with a disk, and no other floor is told.
+    for base in (300e6, 500e6, 560e6):
+        short = replace(made, base_bytes=base)
+        with pytest.raises(ConfigError, match=r"no way to train fits; the least is \d+ MB") as caught:
+            planned(short, strategies=("zero",), memory_bytes=310e6, stages=1)
+        least = re.findall(r"(?:least is|floor of|--memory) (\d+)", str(caught.value))
+        assert len(least) == 1
+        assert planned(short, strategies=("zero",), memory_bytes=1e6 * int(least[0]), stages=1).search.fastest
     free = planned(made, strategies=("zero",), memory_bytes=1e12, stages=1)
     assert not free.best.candidate.memory and free.best.step_s < small.best.step_s
     with pytest.raises(ConfigError, match="the disk was not measured; nearest: thinwire calibrate --disk FOLDER"):

@@ -119,6 +119,15 @@ def test_all_wait_for_the_machine_whose_ranks_share_cores() -> None:
     assert PlacedMachine.of(made, (0, 1, 2, 3), "layer 512 fp32", 4).busy == 2.0
 
 
+def test_noise_of_equal_links_makes_no_order() -> None:
+    made = machine(FAST)
+    rates = tuple(tuple(0.94 * FAST if {a, b} == {0, 1} else FAST for b in range(4)) for a in range(4))
+    noisy = replace(made, network=replace(made.network, rates=rates))
+    assert planned(noisy, stages=4, axes=()).best.order == (0, 1, 2, 3)
+    bad = planned(machine(FAST, bad=(0, 1)), stages=4, axes=()).best.order
+    assert bad != (0, 1, 2, 3)
+
+
 def racks(inside: float, across: float) -> Machine:
     """Two racks of two ranks."""
     rates = tuple(tuple(inside if a // 2 == b // 2 else across for b in range(4)) for a in range(4))

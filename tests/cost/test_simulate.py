@@ -81,7 +81,7 @@ def test_a_machine_is_read_as_it_was_written() -> None:
     assert Machine.from_json(made.to_json()) == made
     part = made.part([3, 1])
     assert part.speeds == (2.0, 1.0) and part.cores.num == (1.0,)
-    with pytest.raises(ConfigError, match="no machine"):
+    with pytest.raises(ConfigError, match="must be an object"):
         Machine.from_json("[]")
     with pytest.raises(ConfigError, match="'decode sign' was not measured"):
         made.seconds(0, Work("decode sign", 1.0))

@@ -175,7 +175,7 @@ def test_training_in_the_lab(tmp_path: Path) -> None:
     # What measuring the links sends belongs to no step.
     assert steps[0]["sent_bytes"] <= steps[-1]["sent_bytes"]
     for a, b in ((0, 1), (1, 0)):
-        for when in ("since it was made", "while it was followed"):
+        for when in ("since the plan was made", "while the plan was followed"):
             assert f"WARNING: the link {a} to {b} has drifted {when}: 400 Mbit/s planned" in done.stdout
     page = (run_dir / "report.html").read_text()
     assert "The plan against the run" in page and "Links that have drifted" in page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,15 @@ def test_the_chosen_way_is_near_the_best_of_all_ways_in_all_orders() -> None:
 def test_all_wait_for_the_machine_whose_ranks_share_cores() -> None:
     made = replace(machine(FAST), cores=Cores((0, 0, 1, 1), (2.0, 1.0)))
     assert PlacedMachine.of(made, (0, 1, 2, 3), "layer 512 fp32", 4).busy == 2.0
+
+
+def test_noise_of_equal_links_makes_no_order() -> None:
+    made = machine(FAST)
+    rates = tuple(tuple(0.94 * FAST if {a, b} == {0, 1} else FAST for b in range(4)) for a in range(4))
+    noisy = replace(made, network=replace(made.network, rates=rates))
+    assert planned(noisy, stages=4, axes=()).best.order == (0, 1, 2, 3)
+    bad = planned(machine(FAST, bad=(0, 1)), stages=4, axes=()).best.order
+    assert bad != (0, 1, 2, 3)
 
 
 def racks(inside: float, across: float) -> Machine:
@@ -318,6 +328,14 @@ def test_a_part_lies_on_a_disk_only_where_nothing_fits_in_memory() -> None:
     assert all(each.memory_bytes <= 700e6 for each in heavy.fastest)
     with pytest.raises(ConfigError, match="no way to train fits; the least is"):
         planned(replace(made, base_bytes=690e6), strategies=("zero",), memory_bytes=700e6, stages=1)
+    # The least that is named suffices, in memory and with a disk, and no other floor is told.
+    for base in (300e6, 500e6, 560e6):
+        short = replace(made, base_bytes=base)
+        with pytest.raises(ConfigError, match=r"no way to train fits; the least is \d+ MB") as caught:
+            planned(short, strategies=("zero",), memory_bytes=310e6, stages=1)
+        least = re.findall(r"(?:least is|floor of|--memory) (\d+)", str(caught.value))
+        assert len(least) == 1
+        assert planned(short, strategies=("zero",), memory_bytes=1e6 * int(least[0]), stages=1).search.fastest
     free = planned(made, strategies=("zero",), memory_bytes=1e12, stages=1)
     assert not free.best.candidate.memory and free.best.step_s < small.best.step_s
     with pytest.raises(ConfigError, match="the disk was not measured; nearest: thinwire calibrate --disk FOLDER"):

@@ -55,7 +55,7 @@ def test_links_that_have_changed_are_named(plan: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(planned, "measured_rates", rates)
     warnings: list[str] = []
     found = Planned(config(plan, order=(0, 2, 1)), RANKS, warnings.append)
-    assert len(warnings) == 1 and "the link 0 to 2 has drifted since it was made: 100 Mbit/s" in warnings[0]
+    assert len(warnings) == 1 and "the link 0 to 2 has drifted since the plan was made: 100 Mbit/s" in warnings[0]
     assert [list(each) for each in found.content["drifted"]] == [[0, 2, 12.5e6, 1.25e6]]
     # Only what the plan uses is measured, by the run's ranks.
     assert asked == [{(0, 1), (0, 2), (1, 0), (2, 0)}]

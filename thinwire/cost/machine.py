@@ -11,11 +11,13 @@ from typing import Any
 
 from thinwire.cost.cores import Cores
 from thinwire.cost.graph import Work
+from thinwire.cost.machine_file import faults_in
 from thinwire.cost.network import Network
 from thinwire.errors import ConfigError
 
 # Kinds of work: a layer and one of a mixture, each followed by its width and type, and their fixed costs.
 LAYER, MIXTURE = "layer", "mixture-layer"
+ANEW = "thinwire calibrate writes it anew"
 
 
 def launch_of(layer: str) -> str:
@@ -132,24 +134,29 @@ class Machine:
         return json.dumps(_finite(asdict(self)), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Machine:
-        """The machine in a text. Raises ConfigError for any other text."""
+    def from_json(cls, text: str, name: str = "this machine.json") -> Machine:
+        """The machine in a text. name: of the text in messages.
+
+        Raises ConfigError, with all faults at once, for any other text.
+        """
         try:
             values = _infinite(json.loads(text))
-            values["network"] = Network(**values["network"])
-            values["cores"] = Cores(**values["cores"])
-            return cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"this is no machine.json: {error}; write one with thinwire calibrate") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{name}: is no JSON ({error}); {ANEW}") from None
+        if faults := list(faults_in(values)):
+            raise ConfigError(*(f"{name}: {fault}; {ANEW}" for fault in faults))
+        return cls(**{**values, "network": Network(**values["network"]), "cores": Cores(**values["cores"])})
 
     @classmethod
     def read(cls, path: str | Path) -> Machine:
         """The machine in a file. Raises ConfigError."""
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; thinwire calibrate --out {path} writes it") from None
-        return cls.from_json(text)
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path}: is no text in UTF-8; {ANEW}") from None
+        return cls.from_json(text, str(path))
 
 
 def _finite(value: Any) -> Any:

@@ -181,15 +181,12 @@ def measure(config: CalibrateConfig) -> int:
 
 def reached_ranks(config: CalibrateConfig, store: Any, rank: int, world_size: int) -> tuple[list[int], list[str]]:
     """The ranks that are measured, and lines about broken links. A collective."""
-    from thinwire.calibration.reach import all_connected, links_down
-    from thinwire.launch.agent import LOOPBACK
-    from thinwire.launch.machine import interface_towards
+    from thinwire.calibration.reach import all_connected
+    from thinwire.launch.reached import broken_links
 
-    found = interface_towards(os.environ["MASTER_ADDR"])
-    down = links_down(store, rank, world_size, found[1] if found else LOOPBACK)
+    down, lines = broken_links(store, rank, world_size)
     local = config.local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ranks = all_connected(down, [each // local for each in range(world_size)])
-    lines = [f"the link between ranks {a} and {b} is down: no connection is made" for a, b in down]
     if len(ranks) < world_size:
         out = ", ".join(str(each) for each in range(world_size) if each not in ranks)
         lines.append(

@@ -59,8 +59,11 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if run.config.plans:
         # Few runs need it.
-        from thinwire.planner.chosen_plan import plan_run
+        from thinwire.launch.reached import require_links
+        from thinwire.planner.chosen_plan import asked_by, plan_run
 
+        own = dist.PrefixStore("thinwire/reached", store)
+        require_links(own, place.rank, place.world_size, asked_by(run.config))
         run, more = plan_run(run, place, store, start.dtype, number)
         start = replace(start, effects=[*start.effects, *more])
         keep_config(run, place)

@@ -57,7 +57,7 @@ from thinwire.planner.search import Search, exchange_s, search
 from thinwire.planner.stages import Grid, Stages, held_bytes, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
-from thinwire.report.units import bytes_text, percent_text, seconds_text, short
+from thinwire.report.units import bytes_text, enough_text, percent_text, seconds_text, short
 from thinwire.run.optimizer import name_of, optimizer_over, read_optimizer
 from thinwire.table import Row
 
@@ -511,7 +511,7 @@ def found_stages(
     memory = None if config.memory_gb is None else config.memory_gb * 1e9
     result = search(model, listed, planned, grid, config.seq_len, memory, config.loss)
     if not result.fastest:
-        floor = f"the least is {bytes_text(result.too_large[0].memory_bytes)}" if result.too_large else "none can run"
+        floor = f"the least is {enough_text(result.too_large[0].memory_bytes)}" if result.too_large else "none can run"
         raise ConfigError(f"--memory-gb {config.memory_gb}: no way to train fits; {floor}", *result.refused)
     best = result.fastest[0].candidate
     tensor = best.tensor if best.tensor > 1 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from thinwire.cost import Machine
@@ -17,11 +18,13 @@ from thinwire.planner.choice import StrategyChoice, choice_of
 from thinwire.planner.islands import price, roughly_islands
 from thinwire.planner.memory import Estimator, Offset
 from thinwire.planner.options import AUTO
+from thinwire.planner.prices import disk_floor
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.rough import rough_s
 from thinwire.planner.search import Priced, Search, ranked
+from thinwire.planner.sizes import no_mesh, wrong_sizes
 from thinwire.planner.training_plan import TrainingPlan
-from thinwire.report.units import bytes_text
+from thinwire.report.units import bytes_text, enough_text
 
 # Candidates that are simulated: those that closed forms say are the fastest; and where none of these fits, as many more
 # whose passes are the smallest.
@@ -77,12 +80,9 @@ def plan(
         raise ConfigError(f"model {model}: only presets such as demo can be planned for; nearest: demo")
     problems = Problems()
     ranks = machine.num_ranks
-    if tokens_per_step % seq_len:
-        near = max(1, round(tokens_per_step / seq_len / ranks)) * seq_len * ranks
-        problems.messages.append(
-            f"--tokens-per-step {tokens_per_step}: must be a multiple of --seq-len {seq_len}; nearest: {near}, which "
-            "all ranks share evenly"
-        )
+    problems.messages += wrong_sizes(
+        llama, ranks, tokens_per_step=tokens_per_step, seq_len=seq_len, micro_batch=micro_batch, stages=stages
+    )
     choice = problems.note(choice_of, strategies, tables)
     problems.raise_any()
     assert choice is not None
@@ -96,18 +96,31 @@ def plan(
         if stages in (None, way.stages) and (way.outer or choice.has_plain)
     ]  # fmt: skip
     if not listed:
-        raise ConfigError(
-            f"--tokens-per-step {tokens_per_step}: no mesh of {ranks} ranks shares {tokens_per_step // seq_len} "
-            f"sequences evenly; nearest: {max(1, round(tokens_per_step / seq_len / ranks)) * seq_len * ranks}"
-        )
+        raise no_mesh(ranks, tokens_per_step, seq_len, tables, strategies, stages)
     memory = min(machine.memory_bytes, memory_bytes or machine.memory_bytes)
     found = searched(listed, pricing, choice, memory, memory_bytes)
     if not found.fastest:
         if not found.too_large:
             raise ConfigError(*found.refused)
-        least = f"the least is {bytes_text(found.too_large[0].memory_bytes)}"
-        raise ConfigError(f"memory of {bytes_text(memory)} a rank: no way to train fits; {least}", *found.refused)
+        floors = floors_on_disk(found, pricing)
+        least = min([*floors.values(), *(each.memory_bytes for each in found.too_large if not each.candidate.memory)])
+        # Floors of single ways would be told beside the least of all.
+        others = [why for why, ways in found.refused.items() if not floors.keys() & set(ways)]
+        why = f"memory of {bytes_text(memory)} a rank: no way to train fits; the least is {enough_text(least)}"
+        raise ConfigError(why, *others)
     return TrainingPlan(machine, found, tokens_per_step, seq_len, pricing, choice.objective)
+
+
+def floors_on_disk(found: Search, pricing: Pricing) -> dict[Candidate, float]:
+    """The smallest budget in bytes of each candidate of which a part can lie on a disk, but was too large."""
+    refused = [way for ways in found.refused.values() for way in ways]
+    floors: dict[Candidate, float] = {}
+    if math.inf not in pricing.machine.disk:
+        for way in (*refused, *(priced.candidate for priced in found.too_large)):
+            if way.memory:
+                with suppress(ConfigError):
+                    floors[way] = disk_floor(pricing, way)
+    return floors
 
 
 def axes_of(llama: Llama, machine: Machine, seq_len: int, tables: Tables, axes: Collection[str]) -> AxisSizes:

@@ -76,16 +76,7 @@ def resident(pricing: Pricing, way: Candidate) -> Priced:
     if math.inf in (written, read):
         raise ConfigError("the disk was not measured; nearest: thinwire calibrate --disk FOLDER")
     whole = alone(pricing, replace(way, memory=""))
-    layer, ends = layer_and_ends(pricing.config, pricing.seq_len)
-    num_layers = len(pricing.model.model.layers)
-    borders = 4 * num_layers * pricing.seq_len * pricing.model.config.hidden_size
-    kept = {
-        "keep": int(way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes)),
-        "recompute": int(way.micro_batch * (layer.kept_bytes + ends.kept_bytes + borders)),
-    }
-    method = resident_method(pricing.methods[way.strategy])
-    setup = Setup(method, pricing.model, pricing.replicas(way), way.num_micro_batches, kept)
-    residency = settled(Residency(memory=way.memory), setup)
+    residency, setup = on_disk(pricing, way)
     budget = residency.memory_bytes or 0
     Floor.of(residency, setup).check(budget)
     parts = list(parts_of(residency, setup))
@@ -95,8 +86,35 @@ def resident(pricing: Pricing, way: Candidate) -> Priced:
     # A layer is computed again before its backward, with a third of the operations of a whole pass.
     again_s = whole.terms["compute_s"] / 3 if residency.recomputes else 0.0
     step_s = whole.step_s + again_s + moved_s
-    # The floor takes a usual process; this machine's may hold more before it has a model.
-    more = max(0.0, pricing.machine.base_bytes - PROCESS_BYTES)
-    memory = min(whole.memory_bytes, sum(part.memory for part in parts) + more)
+    memory = min(whole.memory_bytes, sum(part.memory for part in parts) + unusual_bytes(pricing))
     terms = {**whole.terms, "step_s": step_s, "compute_s": whole.terms["compute_s"] + again_s, "peak_rss_bytes": memory}
     return replace(whole, candidate=way, step_s=step_s, memory_bytes=memory, terms=terms)
+
+
+def disk_floor(pricing: Pricing, way: Candidate) -> float:
+    """The smallest budget under which a part of a candidate can lie on a disk, in bytes. Raises ConfigError."""
+    floor, more = 0.0, unusual_bytes(pricing)
+    # A larger budget may place the parts in another way, which needs more.
+    while (least := Floor.of(*on_disk(pricing, way)).least_bytes(more)) > floor:
+        floor = 1e6 * math.ceil(least / 1e6)
+        way = replace(way, memory=f"{math.ceil(least / 1e6)}mb")
+    return floor
+
+
+def unusual_bytes(pricing: Pricing) -> float:
+    """What a process of this machine holds before it has a model, beyond the usual one of which floors are made."""
+    return max(0.0, pricing.machine.base_bytes - PROCESS_BYTES)
+
+
+def on_disk(pricing: Pricing, way: Candidate) -> tuple[Residency, Setup]:
+    """Where the parts of a candidate under a budget lie, and what they are. Raises ConfigError."""
+    layer, ends = layer_and_ends(pricing.config, pricing.seq_len)
+    num_layers = len(pricing.model.model.layers)
+    borders = 4 * num_layers * pricing.seq_len * pricing.model.config.hidden_size
+    kept = {
+        "keep": int(way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes)),
+        "recompute": int(way.micro_batch * (layer.kept_bytes + ends.kept_bytes + borders)),
+    }
+    method = resident_method(pricing.methods[way.strategy])
+    setup = Setup(method, pricing.model, pricing.replicas(way), way.num_micro_batches, kept)
+    return settled(Residency(memory=way.memory), setup), setup

@@ -15,7 +15,8 @@ from thinwire.planner.order import RankOrder, annealed
 from thinwire.planner.placed import groups_of
 from thinwire.planner.pricing import Pricing
 
-# Rates and delays that differ by less make no order of ranks better than another.
+# Rates and delays, and seconds of messages, that differ by less make no order of ranks better than another: so much is
+# noise.
 EVEN, EVEN_S = 1.05, 1e-3
 
 
@@ -50,7 +51,11 @@ def best_nodes(pricing: Pricing, way: Candidate) -> RankOrder:
     if key not in pricing.orders:
         cost = cost_of(pricing, way, 0.0) if way.stages > 1 else cost_of_rings(pricing, way)
         is_free = len(pricing.nodes) < 3 or is_even(pricing.machine.fabric)
-        pricing.orders[key] = pricing.nodes if cost is None or is_free else annealed(cost, pricing.nodes)[0]
+        order = pricing.nodes
+        if cost is not None and not is_free:
+            found, least = annealed(cost, order)
+            order = found if EVEN * least < cost(order) else order
+        pricing.orders[key] = order
     return pricing.orders[key]
 
 

@@ -16,7 +16,7 @@ from thinwire.planner.options import ExplainConfig
 from thinwire.planner.recipes import print_recipe
 from thinwire.planner.search import Search
 from thinwire.planner.stages import Stages
-from thinwire.report.units import bytes_text, percent_text, seconds_text, short
+from thinwire.report.units import bytes_text, enough_text, percent_text, seconds_text, short
 
 # Width of the table where the output is not a terminal.
 PLAIN_WIDTH = 220
@@ -193,7 +193,7 @@ def reasons_of(found: Search) -> Iterator[str]:
         least = found.too_large[0]
         yield (
             f"{len(found.too_large)} more do not fit into a rank's memory; the smallest needs "
-            f"{bytes_text(least.memory_bytes)}: {least.candidate.flags}"
+            f"{enough_text(least.memory_bytes)}: {least.candidate.flags}"
         )
     for reason, priced in found.aside.items():
         first = priced[0]

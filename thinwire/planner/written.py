@@ -12,12 +12,14 @@ from thinwire.cost import Machine
 from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.pipeline.across import STAGES
-from thinwire.models import build_skeleton
+from thinwire.models import Llama, build_skeleton
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, model_table
 from thinwire.planner.choice import unpriced
 from thinwire.planner.memory import Estimator, fitted, read_runs
+from thinwire.planner.outputs import prediction_of, wrong_outputs
 from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
+from thinwire.planner.sizes import wrong_sizes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.run.config import TrainConfig
@@ -31,32 +33,30 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     machine = problems.note(Machine.read, config.machine)
     memory = None if config.memory is None else problems.note(read_bytes, config.memory)
     learnt = None if config.runs is None else problems.note(learnt_memory, config.runs)
-    names = None if config.strategies == "all" else tuple(filter(None, config.strategies.split(",")))
+    stated = map(str.strip, config.strategies.split(","))
+    names = None if config.strategies.strip() == "all" else tuple(filter(None, stated))
     problems.messages += unpriced(names) if names is not None else []
-    if config.stages is not None and machine is not None and machine.num_ranks % max(1, config.stages):
-        fits = [n for n in range(1, machine.num_ranks + 1) if machine.num_ranks % n == 0]
-        near = min(fits, key=lambda n: abs(n - (config.stages or 1)))
-        problems.messages.append(
-            f"--stages {config.stages}: must divide the {machine.num_ranks} ranks; nearest: {near}"
-        )
-    out = Path(config.out)
     if config.verify < 0:
         problems.messages.append(f"--verify {config.verify}: must be at least 0; nearest: 0")
     if config.verify and config.trace is not None:
         problems.messages.append("--trace and --verify: the way that is written may be another; leave one of both out")
     if config.tables.get(PIPELINE, {}).get("across", STAGES) not in (STAGES, "auto"):
         problems.messages.append("--pipeline.across: a plan finds an order in which stages cross nodes; leave it out")
-    if not out.absolute().parent.is_dir():
-        problems.messages.append(f"--out {config.out}: its folder does not exist")
+    problems.messages += wrong_outputs(config)
     with problems.collect():
         table = config.tables.get(model_table(config.model) or "", {})
-        build_skeleton(config.model, load_tokenizer(config.tokenizer).vocab_size, config.seq_len, table)
+        words, seq_len = load_tokenizer(config.tokenizer).vocab_size, max(1, config.seq_len)
+        llama = build_skeleton(config.model, words, seq_len, table)
+        if isinstance(llama, Llama) and machine is not None:
+            problems.messages += wrong_sizes(
+                llama, machine.num_ranks, tokens_per_step=tokens_of(config, machine), seq_len=config.seq_len,
+                micro_batch=config.micro_batch, stages=config.stages,
+            )  # fmt: skip
     problems.raise_any()
     assert machine is not None
-    tokens = config.tokens_per_step or SEQUENCES * config.seq_len * machine.num_ranks
     found = plan(
-        config.model, machine, tokens_per_step=tokens, seq_len=config.seq_len, micro_batch=config.micro_batch,
-        memory_bytes=memory, strategies=names, stages=config.stages, dtype=config.dtype,
+        config.model, machine, tokens_per_step=tokens_of(config, machine), seq_len=config.seq_len,
+        micro_batch=config.micro_batch, memory_bytes=memory, strategies=names, stages=config.stages, dtype=config.dtype,
         vocab_size=load_tokenizer(config.tokenizer).vocab_size, tables=config.tables,
         estimator=None if learnt is None else learnt[0],
     )  # fmt: skip
@@ -71,6 +71,12 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     return found
 
 
+def tokens_of(config: PlanConfig, machine: Machine) -> int:
+    """Tokens of a step, as stated or by default."""
+    default = SEQUENCES * config.seq_len * machine.num_ranks
+    return default if config.tokens_per_step is None else config.tokens_per_step
+
+
 def learnt_memory(folder: str) -> tuple[Estimator, str]:
     """The estimator that recorded runs have taught, and why that one. Raises ConfigError."""
     return fitted(read_runs(folder))
@@ -78,8 +84,7 @@ def learnt_memory(folder: str) -> tuple[Estimator, str]:
 
 def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
     """Write the files of a plan, and say where they are."""
-    out = Path(config.out)
-    prediction = out.with_suffix(".json")
+    out, prediction = Path(config.out), prediction_of(config)
     prediction.write_text(found.to_json())
     out.write_text(to_toml(training(config, found, prediction)))
     if config.trace is not None:

@@ -28,6 +28,11 @@ def bytes_text(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def enough_text(num_bytes: float) -> str:
+    """Bytes rounded up to whole megabytes, so that as much as is said suffices."""
+    return f"{math.ceil(num_bytes / 1e6)} MB"
+
+
 def seconds_text(seconds: float) -> str:
     """A duration: milliseconds below a second, minutes above a hundred seconds."""
     if not math.isfinite(seconds):

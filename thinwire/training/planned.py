@@ -78,7 +78,7 @@ class Planned:
         self.content: dict[str, Any] = read_plan(config, num_islands) if comm.rank == 0 else {}
         self._compare_nodes()
         if not self.is_fresh:
-            self.compare_links("since it was made")
+            self.compare_links("since the plan was made")
 
     def _compare_nodes(self) -> None:
         """Refuse, or warn of, other nodes than those of the plan. A collective over the default group."""

@@ -334,7 +334,7 @@ class Trainer:
         for fault in faults.disarm():
             self._tell(f"thinwire: rank {self.place.rank}: --inject {str(fault)!r} never happened")
         if self._planned is not None and not stopped:
-            self._planned.compare_links("while it was followed")
+            self._planned.compare_links("while the plan was followed")
         peak_rss, peak_allocated = max_over_ranks(peak_rss_bytes()), max_over_ranks(self.device.peak_bytes())
         # The ranks that hold the first rank's matrices between them compute together.
         sample = self._sample() if not stopped and self.engine.writes_sample else ""

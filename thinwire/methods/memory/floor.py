@@ -100,6 +100,11 @@ class Floor:
         """What the start needs, or a step."""
         return max(self.start, self.step_bytes)
 
+    def least_bytes(self, more: float = 0.0) -> float:
+        """The smallest budget that suffices, in bytes. more: what a process holds beyond a usual one."""
+        # A larger budget has larger sub-groups.
+        return max(self.num_bytes + more, (self.step_bytes - self.passing + more) / (1 - PASSING_SHARE))
+
     def check(self, memory_bytes: int | None, spelled: str = "--memory {}") -> None:
         """Raise ConfigError, listing all parts, for a budget below it. spelled: how a budget is stated."""
         if memory_bytes is None or memory_bytes >= self.num_bytes:
@@ -108,8 +113,7 @@ class Floor:
         if self.start == self.num_bytes:
             model_mb = (self.start - PROCESS_BYTES) / 1e6
             listed = f"the model is built whole at first, {model_mb:.0f} MB; process {PROCESS_BYTES / 1e6:.0f} MB"
-        # A larger budget has larger sub-groups.
-        least = math.ceil(max(self.num_bytes, (self.step_bytes - self.passing) / (1 - PASSING_SHARE)) / 1e6)
+        least = math.ceil(self.least_bytes() / 1e6)
         ranks = ", or more ranks" if self.num_bytes > max(self.start, 2 * PROCESS_BYTES) else ""
         raise ConfigError(
             f"{'--' if '--' in spelled else ''}memory of {memory_bytes / 1e6:.0f} MB is below the floor of "

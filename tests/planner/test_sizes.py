@@ -1,0 +1,36 @@
+"""Sizes of a step that can't be planned for are refused by their own names, with a value that is valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.planner.test_plan import FAST, machine
+from thinwire.compare.verify import run_plan
+from thinwire.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--stages 4", "--stages 4: must divide the 4 ranks, and the model has 3 layers; nearest: 2"),
+        ("--stages 0", "--stages 0: must divide the 4 ranks, and the model has 3 layers; nearest: 1"),
+        ("--stages -1", "--stages -1: must divide the 4 ranks, and the model has 3 layers; nearest: 1"),
+        ("--model moe-tiny --stages 2", "--stages 2: must divide the 4 ranks, and a mixture has one stage; nearest: 1"),
+        ("--micro-batch 0", "--micro-batch 0: must be at least 1; nearest: 1"),
+        ("--seq-len 0", "--seq-len 0: must be at least 1; nearest: 1"),
+        ("--tokens-per-step 0", "--tokens-per-step 0: must be a multiple of --seq-len 64, and above 0; nearest: 256"),
+        ("--stages 2 --pipeline.forward int99", "int99"),
+        ("--strategies diloco --stages 4 --model demo", "no mesh of 4 ranks has all of --strategies diloco --stages 4"),
+    ],
+)
+def test_a_size_is_refused_by_its_own_name(flags: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(machine(FAST).to_json())
+    files = ["--machine", str(file), "--out", str(tmp_path / "plan.toml")]
+    with pytest.raises(ConfigError) as caught:
+        run_plan([*files, "--model", "tiny", "--seq-len", "64", *flags.split()])
+    assert said in str(caught.value) and caught.value.exit_code == 2
+    if "--tokens-per-step" not in flags:
+        assert "--tokens-per-step" not in str(caught.value)

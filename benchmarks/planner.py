@@ -3,6 +3,7 @@
     python benchmarks/planner.py [--rates 100mbit 200mbit 400mbit] [--strategies ...] [--steps 12] [--even-only]
         [--out FILE] [--most 3]
     python benchmarks/planner.py --report      # run nothing; write the page and the picture anew
+    python benchmarks/planner.py --anew        # calibrate and predict anew, beside the steps that were measured
 
 24 cells: four strategies, three rates, each network as it is and with node 3 at a quarter of its rate. Four nodes of
 the lab train the demo model (9.7 million parameters) on 2 sequences of 256 tokens a rank, 12 steps in each cell, of
@@ -33,9 +34,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from readme_table import with_table
@@ -102,23 +104,26 @@ def in_lab(spec: LabSpec, words: list[str]) -> None:
     subprocess.run([*thinwire, "lab", *flags, "--", *thinwire, *words], check=True, stdout=subprocess.DEVNULL)
 
 
-def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path) -> Iterator[Cell]:
-    """Calibrate one network, predict, and measure: yield each cell once it is done."""
-    file, network = folder / "machine.json", str(spec)
-    start = time.perf_counter()
+def predicted(spec: LabSpec, strategies: list[str], folder: Path) -> tuple[dict[str, Any], float, float]:
+    """Calibrate one network: the predicted way of each strategy, seconds of calibrating, seconds of planning."""
+    file, start = folder / "machine.json", time.perf_counter()
     in_lab(spec, ["calibrate", "--models", "demo", "--out", str(file)])
-    calibrated_s = time.perf_counter() - start
-    machine = Machine.read(file)
-    start = time.perf_counter()
+    calibrated_s, machine, start = time.perf_counter() - start, Machine.read(file), time.perf_counter()
     found = plan(
         "demo", machine, tokens_per_step=NODES * SEQUENCES * SEQ_LEN, seq_len=SEQ_LEN, micro_batch=SEQUENCES,
         strategies=strategies, stages=1,
     )  # fmt: skip
     planned_s = time.perf_counter() - start
-    print(f"{network}: calibrated in {calibrated_s:.0f} s, planned in {planned_s:.1f} s", flush=True)
-    for name in strategies:
-        ways = [each for each in found.search.fastest if each.candidate.strategy == name]
-        predicted = next(each for each in ways if each.candidate.micro_batch == SEQUENCES)
+    print(f"{spec}: calibrated in {calibrated_s:.0f} s, planned in {planned_s:.1f} s", flush=True)
+    ways = [each for each in found.search.fastest if each.candidate.micro_batch == SEQUENCES]
+    by_name = {name: next(each for each in ways if each.candidate.strategy == name) for name in strategies}
+    return by_name, calibrated_s, planned_s
+
+
+def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path) -> Iterator[Cell]:
+    """Calibrate one network, predict, and measure: yield each cell once it is done."""
+    ways, calibrated_s, planned_s = predicted(spec, strategies, folder)
+    for name, way in ways.items():
         run_dir, load = folder / name, os.getloadavg()[0]
         in_lab(spec, [
             "train", "--strategy", name, "--model", "demo", "--steps", str(steps), "--micro-batch", str(SEQUENCES),
@@ -127,8 +132,20 @@ def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path) -> Ite
         ])  # fmt: skip
         summary, run = json.loads((run_dir / "summary.json").read_text()), read_run(run_dir)
         yield Cell(
-            network, name, predicted.step_s, summary["step_s"], predicted.memory_bytes, summary["peak_rss_bytes"],
-            {part: (predicted.terms[part], run.typical(part)) for part in PARTS}, load, calibrated_s, planned_s,
+            str(spec), name, way.step_s, summary["step_s"], way.memory_bytes, summary["peak_rss_bytes"],
+            {part: (way.terms[part], run.typical(part)) for part in PARTS}, load, calibrated_s, planned_s,
+        )  # fmt: skip
+
+
+def predicted_anew(spec: LabSpec, known: Sequence[Cell], folder: Path) -> Iterator[Cell]:
+    """The cells of one network with the predictions of today's code, beside what was measured before."""
+    ways, calibrated_s, planned_s = predicted(spec, [cell.strategy for cell in known], folder)
+    for cell in known:
+        way = ways[cell.strategy]
+        parts = {part: (way.terms[part], took) for part, (_, took) in cell.parts.items()}
+        yield replace(
+            cell, predicted_s=way.step_s, predicted_bytes=way.memory_bytes, parts=parts, calibrated_s=calibrated_s,
+            planned_s=planned_s,
         )  # fmt: skip
 
 
@@ -249,12 +266,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--most", type=int, default=1000, help="end after so many cells")
     parser.add_argument("--report", action="store_true", help="run nothing; write the page and the picture anew")
+    parser.add_argument(
+        "--anew", action="store_true", help="calibrate and predict anew, beside the steps that were measured"
+    )
     args = parser.parse_args()
     found = read(args.out)
     for rate in () if args.report else args.rates:
         quarter = (LabSpec(rate=rate).bits_per_second(0) or 0) / 4e6
         uneven = LabSpec(nodes=NODES, rate=rate, slow={NODES - 1: f"{quarter:g}mbit"})
         for spec in (LabSpec(nodes=NODES, rate=rate), *([] if args.even_only else [uneven])):
+            if args.anew:
+                with tempfile.TemporaryDirectory() as folder:
+                    known = [cell for cell in found if cell.network == str(spec)]
+                    new = {cell.strategy: cell for cell in predicted_anew(spec, known, Path(folder))}
+                found = [new[cell.strategy] if cell.network == str(spec) else cell for cell in found]
+                args.out.write_text("".join(json.dumps(asdict(each)) + "\n" for each in found))
+                continue
             done = {cell.strategy for cell in found if cell.network == str(spec)}
             left = [name for name in args.strategies if name not in done]
             if left := left[: max(0, args.most)]:

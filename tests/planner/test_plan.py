@@ -253,6 +253,7 @@ def test_what_cannot_run_yet_is_priced_shown_and_never_chosen(capsys: pytest.Cap
     show(found)
     printed = capsys.readouterr().out
     assert "Priced, not chosen: " in printed and "pipeline=2,sequence=2" in printed
+    assert "All of it is for fp32" in printed and "has one rank" not in printed
     assert f"Objective: {found.objective.why}." in printed and found.objective.why.startswith("seconds")
     rows = {effect: why for asked, effect, why in found.rows("--strategy auto") if asked == "priced, not chosen"}
     assert any("pipeline=2,sequence=2" in effect for effect in rows)

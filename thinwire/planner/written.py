@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from thinwire.cost import Machine
+from thinwire.cost.machine import LAYER
 from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.pipeline.across import STAGES
@@ -110,6 +112,22 @@ def show(found: TrainingPlan) -> None:
         console.print(f"{asked}: {effect} ({why})")
     console.print(f"Links and cores were measured {found.machine.measured_at or 'at an unknown time'}.")
     console.print(f"Objective: {found.objective.why}.")
+    for line in not_measured(found.machine):
+        console.print(line)
+
+
+def not_measured(machine: Machine) -> Iterator[str]:
+    """Sentences about what the machine's file does not hold, and a plan for it can't know."""
+    if machine.num_ranks == 1:
+        yield (
+            "The machine has one rank, so nothing is sent. To plan for several machines, run `thinwire calibrate` on "
+            "all of them with --join, or in `thinwire lab`."
+        )
+    if not any(kind.startswith(f"{LAYER} ") and kind.endswith(" bf16") for kind in machine.rates):
+        yield (
+            "All of it is for fp32: bf16 was not measured, and may be several times as fast. To plan for it: `thinwire "
+            "calibrate --dtypes bf16`, then `thinwire plan --dtype bf16`."
+        )
 
 
 def training(config: PlanConfig, found: TrainingPlan, prediction: Path) -> TrainConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from thinwire.calibration import calibrate, growth, links, machine
 from thinwire.calibration.growth import bucket_of
 from thinwire.calibration.links import measured_rates, probed, rounds_of_pairs, rounds_on
 from thinwire.calibration.machine import fitted
-from thinwire.calibration.work import NUM_REPEATS
+from thinwire.calibration.work import NUM_REPEATS, probes
 from thinwire.collectives import Communicator, Topology
 from thinwire.cost import Machine
+from thinwire.device import Device
 from thinwire.launch.calibrate import lines_on
-from thinwire.models.llama import LlamaConfig
+from thinwire.models.llama import PRESETS, LlamaConfig
 
 
 @pytest.mark.parametrize("num", range(2, 9))
@@ -106,6 +108,16 @@ def test_a_pass_is_its_operations_and_a_launch() -> None:
     # Noise: a short pass that was slower than the long one.
     noisy = fitted({"layer 8 fp32": (4e9, 0.4), "launch 8 fp32": (1e9, 0.5)})
     assert 1e10 <= noisy["layer 8 fp32"] <= 2e10 and noisy["launch 8 fp32"] > 0
+
+
+def test_a_pass_is_not_free_where_long_passes_are_slower() -> None:
+    """One layer of tiny: 0.75 ms and its operations, which a long pass of 14.15 ms does more slowly."""
+    config = replace(PRESETS["tiny"], num_hidden_layers=1, vocab_size=256)
+    long, short = probes([config], ["fp32"], [], Device())[:2]
+    took_s = (14.15e-3, 0.75e-3 + short.amount / 7e10)
+    found = fitted({probe.kind: (probe.amount, each_s) for probe, each_s in zip((long, short), took_s, strict=True)})
+    assert 1 / found["launch 64 fp32"] == pytest.approx(0.75e-3, rel=0.2)
+    assert found["layer 64 fp32"] == pytest.approx(long.amount / took_s[0], rel=0.1)
 
 
 def measured(rank: int, world_size: int, folder: str) -> str:

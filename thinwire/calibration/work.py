@@ -25,8 +25,9 @@ NUM_REPEATS, NUM_LEAST, LONGEST_S = 20, 3, 1.0
 PRODUCT_S = 0.1
 PACKED_ELEMENTS = 1 << 17
 COPIED_BYTES = 1 << 24
-# Of the passes through a layer: two sizes tell what a pass costs beside its operations.
-NUM_SEQUENCES, SEQ_LEN = (4, 1), 256
+# Sequences of a pass through a layer, and their tokens. A short pass is mostly what a pass costs beside its operations.
+# Of two long ones the longer may be slower in each operation, as its tensors outgrow a cache; that would hide the cost.
+LONG, SHORT = (4, 256), (1, 32)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def matrix_flops(dtype: torch.dtype, device: Device) -> float:
 
 def probes(layers: Iterable[LlamaConfig], dtypes: Iterable[str], codecs: Iterable[str], device: Device) -> list[Probe]:
     """The work of a step. layers: sizes of models of which one layer is timed. dtypes: "fp32" or "bf16"."""
-    found = [layer_probe(config, dtype, device, num) for dtype in dtypes for config in layers for num in NUM_SEQUENCES]
+    sizes = (LONG, SHORT)
+    found = [layer_probe(config, dtype, device, size) for dtype in dtypes for config in layers for size in sizes]
     source, target = (torch.ones(COPIED_BYTES // 4, device=device.torch) for _ in range(2))
     found.append(Probe("copy", 2 * COPIED_BYTES, waited(device, partial(target.copy_, source))))
     x = torch.randn(PACKED_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(device.torch)
@@ -92,13 +94,17 @@ def waited(device: Device, run: Callable[[], object]) -> Callable[[], None]:
     return done
 
 
-def layer_probe(config: LlamaConfig, dtype: str, device: Device, num_sequences: int) -> Probe:
-    """A forward and backward of one layer between an embedding and a head; its operations are counted by torch."""
+def layer_probe(config: LlamaConfig, dtype: str, device: Device, size: tuple[int, int]) -> Probe:
+    """A forward and backward of one layer between an embedding and a head; its operations are counted by torch.
+
+    size: LONG or SHORT.
+    """
+    num_sequences, seq_len = size
     is_mixture = isinstance(config, MoEConfig)
     model = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
     model.init_weights(torch.Generator().manual_seed(0))
     placed = device.place(model)
-    tokens = torch.zeros(num_sequences, min(SEQ_LEN, config.max_position_embeddings), dtype=torch.int64)
+    tokens = torch.zeros(num_sequences, min(seq_len, config.max_position_embeddings), dtype=torch.int64)
     (tokens,) = device.take([tokens])
 
     def forward_backward() -> None:
@@ -110,7 +116,7 @@ def layer_probe(config: LlamaConfig, dtype: str, device: Device, num_sequences: 
     with FlopCounterMode(display=False) as counter, torch.no_grad(), device.autocast(dtype):
         placed(tokens, tokens)
     layer = f"{MIXTURE if is_mixture else LAYER} {config.hidden_size} {dtype}"
-    return Probe(layer if num_sequences > 1 else launch_of(layer), 3 * counter.get_total_flops(), forward_backward)
+    return Probe(layer if size == LONG else launch_of(layer), 3 * counter.get_total_flops(), forward_backward)
 
 
 def pass_seconds(model: nn.Module, num_sequences: int, seq_len: int, dtype: str, device: Device) -> float:

@@ -12,11 +12,11 @@ import torch
 from tests.workers import run_workers
 from thinwire.calibration import calibrate, growth, links, machine
 from thinwire.calibration.growth import bucket_of
-from thinwire.calibration.links import measured_rates, probed, rounds_of_pairs, rounds_on
+from thinwire.calibration.links import measured_rates, probed, rounds_of_pairs, rounds_on, shared_rates
 from thinwire.calibration.machine import fitted
 from thinwire.calibration.work import NUM_REPEATS, probes
 from thinwire.collectives import Communicator, Topology
-from thinwire.cost import Machine
+from thinwire.cost import Machine, Network
 from thinwire.device import Device
 from thinwire.launch.calibrate import lines_on
 from thinwire.models.llama import PRESETS, LlamaConfig
@@ -77,6 +77,22 @@ def test_links_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.burst_s == pytest.approx(0.0, abs=1e-6)
     some = measured_rates(ranks, {(2, 1)})
     assert some.rates[1][2] == pytest.approx(8e6) and some.rates[0][1] == float("inf")
+
+
+def test_what_is_left_while_all_send_is_that_of_the_best_of_some_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three messages leave each node over a link of 10 MB/s; packets that are lost make most tries slower."""
+    late, own_s = iter([2.0, 1.25, 5.0, 2.0]), torch.full((4,), 0.01, dtype=torch.float64)
+    sent = 0
+
+    def spread(comm: Any, packet: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal sent
+        sent = packet.numel()
+        return torch.tensor([1.0, 1.0, 1.0, next(late)], dtype=torch.float64) * 3 * sent / 1e7, own_s
+
+    monkeypatch.setattr(links, "_spread_s", spread)
+    ranks: Any = Ranks(4)
+    share, carried = shared_rates(ranks, Network.even(4, 1e7))
+    assert share == pytest.approx(1 / 1.25) and carried == pytest.approx(6 * sent / 0.01)
 
 
 def test_a_long_way_is_no_slow_link_and_a_nodes_ranks_share_theirs(monkeypatch: pytest.MonkeyPatch) -> None:

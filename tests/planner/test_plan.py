@@ -37,7 +37,7 @@ from thinwire.planner.placed import PlacedMachine
 from thinwire.planner.plan import plan
 from thinwire.planner.rough import best_nodes
 from thinwire.planner.training_plan import TrainingPlan
-from thinwire.planner.written import show
+from thinwire.planner.written import not_measured, show
 from thinwire.report.page import plan_table
 from thinwire.report.run import read_run
 from thinwire.run.config import TrainConfig
@@ -254,6 +254,8 @@ def test_what_cannot_run_yet_is_priced_shown_and_never_chosen(capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "Priced, not chosen: " in printed and "pipeline=2,sequence=2" in printed
     assert "All of it is for fp32" in printed and "has one rank" not in printed
+    alone = replace(found.machine.part([0]), rates={**found.machine.rates, "layer 64 bf16": 1e9})
+    assert [line.partition(",")[0] for line in not_measured(alone)] == ["The machine has one rank"]
     assert f"Objective: {found.objective.why}." in printed and found.objective.why.startswith("seconds")
     rows = {effect: why for asked, effect, why in found.rows("--strategy auto") if asked == "priced, not chosen"}
     assert any("pipeline=2,sequence=2" in effect for effect in rows)

@@ -254,8 +254,8 @@ def test_what_cannot_run_yet_is_priced_shown_and_never_chosen(capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "Priced, not chosen: " in printed and "pipeline=2,sequence=2" in printed
     assert "All of it is for fp32" in printed and "has one rank" not in printed
-    alone = replace(found.machine.part([0]), rates={**found.machine.rates, "layer 64 bf16": 1e9})
-    assert [line.partition(",")[0] for line in not_measured(alone)] == ["The machine has one rank"]
+    one_rank = replace(found.machine.part([0]), rates={**found.machine.rates, "layer 64 bf16": 1e9})
+    assert [line.partition(",")[0] for line in not_measured(one_rank)] == ["The machine has one rank"]
     assert f"Objective: {found.objective.why}." in printed and found.objective.why.startswith("seconds")
     rows = {effect: why for asked, effect, why in found.rows("--strategy auto") if asked == "priced, not chosen"}
     assert any("pipeline=2,sequence=2" in effect for effect in rows)

@@ -20,13 +20,24 @@ def blocks(length: int, size: int) -> Iterator[slice]:
     return (slice(first, min(length, first + size)) for first in range(0, length, size))
 
 
-def logits_of(e: Tensor, c: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    """e c^T + bias, then softcap tanh(x / softcap), in a new fp32 or fp64 tensor.
+def logits_of(e: Tensor, c: Tensor, bias: Tensor | None, softcap: float | None, room: Tensor | None = None) -> Tensor:
+    """e c^T + bias, then softcap tanh(x / softcap), in fp32 or fp64.
+
+    room: where the result is to lie, in its dtype; None: in a new tensor.
 
     Shape:
-        e: [N, D]. c: [V, D]. bias: [V] or None. Returns [N, V].
+        e: [N, D]. c: [V, D]. bias: [V] or None. room: [N V] or longer. Returns [N, V], whose transpose is contiguous.
     """
-    found = (e @ c.T).to(wide(e.dtype))
+    # With far more words than tokens, products are faster this way round, those of the gradients too.
+    if room is None:
+        found = (c @ e.T).to(wide(e.dtype)).T
+    else:
+        words_first = room[: len(c) * len(e)].view(len(c), len(e))
+        if room.dtype == e.dtype:
+            torch.mm(c, e.T, out=words_first)
+        else:
+            words_first.copy_(c @ e.T)
+        found = words_first.T
     if bias is not None:
         found += bias
     return found if softcap is None else found.div_(softcap).tanh_().mul_(softcap)

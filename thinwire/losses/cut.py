@@ -88,7 +88,7 @@ def cut_cross_entropy(
         group: ranks that each hold some rows of c and bias, in the order of the ranks; e and targets are the same on
             all of them, and so is the loss. They exchange two or three messages of one or two numbers per token, and
             the gradient of e.
-        impl: "fused": computes gradients in the forward from the logits of 64 tokens at a time, for "mean" and "sum"
+        impl: "fused": computes gradients in the forward from the logits of 128 tokens at a time, for "mean" and "sum"
             alone; "tiles": 256 tokens x 1024 words, computed again in the backward; "plain": all logits, of a group
             those of the own rows; "torch":
             F.linear_cross_entropy of torch 2.13, with its chunks; or one of PRESETS. "auto": fused where it can be.

@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,17 +63,14 @@ def like_deepspeed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _Swap.apply(out, 2)
 
 
-def median_s(attention: Callable[..., Tensor], tensors: list[Tensor], steps: int) -> float:
+def seconds(attention: Callable[..., Tensor], tensors: list[Tensor]) -> float:
     """Of forward and backward together; all ranks begin at once."""
-    taken = []
-    for _ in range(steps + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        out = attention(*tensors)
-        torch.autograd.grad(out, tensors, torch.ones_like(out))
-        dist.barrier()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+    dist.barrier()
+    start = time.perf_counter()
+    out = attention(*tensors)
+    torch.autograd.grad(out, tensors, torch.ones_like(out))
+    dist.barrier()
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -80,7 +78,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of the whole sequence")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -92,28 +90,30 @@ def main() -> None:
     tensors = [
         torch.randn(1, heads, args.tokens // world_size, WIDTH, generator=draw).requires_grad_() for heads in sizes
     ]
-    base_s = median_s(like_deepspeed, tensors, args.steps)
-    rows = [("DeepSpeed's arithmetic", base_s, 0)]
+    ways: dict[str, Callable[..., Tensor]] = {"DeepSpeed's arithmetic": like_deepspeed}
     for layout in layouts:
         assert len(tokens_of(layout, rank, args.tokens)) == args.tokens // world_size
         for name in ("fp32", "bf16", "int8/64:nearest"):
             codec = None if name == "fp32" else Codec.parse(name)
-            wire = SequenceWire(comm, codec, codec)
+            ways[f"{layout}, {name}"] = partial(
+                sequence_attention, wire=SequenceWire(comm, codec, codec), layout=layout
+            )
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    sent = dict.fromkeys(ways, 0)
+    # In turns, so that all see the same machine. The first turn warms up.
+    for turn in range(args.steps + 1):
+        for name, way in ways.items():
             before = comm.meter.snapshot().sent_bytes
-
-            def attention(
-                q: Tensor, k: Tensor, v: Tensor, wire: SequenceWire = wire, layout: SequenceLayout = layout
-            ) -> Tensor:
-                return sequence_attention(q, k, v, wire, layout)
-
-            took_s = median_s(attention, tensors, args.steps)
-            rows.append((f"{layout}, {name}", took_s, (comm.meter.snapshot().sent_bytes - before) // (args.steps + 1)))
+            taken[name] += [seconds(way, tensors)] * bool(turn)
+            sent[name] = comm.meter.snapshot().sent_bytes - before
     comm.close()
     if rank == 0:
         print(f"{world_size} ranks, {args.tokens} tokens, {args.heads} heads, {args.kv_heads} key heads of {WIDTH}")
-        for name, took_s, sent_bytes in rows:
-            sent = f"{sent_bytes / 1e6:7.3f} MB" if sent_bytes else " " * 10
-            print(f"{name:34} {1e3 * took_s:8.1f} ms  {sent}  {base_s / took_s:5.2f} x")
+        medians = {name: statistics.median(each) for name, each in taken.items()}
+        base_s = medians["DeepSpeed's arithmetic"]
+        for name, took_s in medians.items():
+            shown = f"{sent[name] / 1e6:7.3f} MB" if sent[name] else " " * 10
+            print(f"{name:34} {1e3 * took_s:8.1f} ms  {shown}  {base_s / took_s:5.2f} x")
     dist.destroy_process_group()
 
 

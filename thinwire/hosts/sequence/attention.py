@@ -113,9 +113,12 @@ class HeadExchange:
 
     def to_heads(self, x: Tensor, shares: Sequence[slice], *, is_backward: bool) -> Future[Tensor]:
         """Start to send x [batch, all heads, own tokens, d] to the ranks of its heads; see `heads_here`."""
-        batch, _, tokens, width = x.shape
-        sends = [x[:, share].transpose(0, 1).reshape(-1, width) for share in shares]
-        return self._send(sends, [batch * tokens * _len(shares[self.own])] * len(sends), is_backward)
+        heads = x.transpose(0, 1)
+        if not is_disjoint(shares):
+            heads = torch.cat([heads[share] for share in shares])
+        each = x.shape[0] * x.shape[2]
+        counts = [each * _len(share) for share in shares]
+        return self._send(heads, counts, [each * _len(shares[self.own])] * len(counts), is_backward)
 
     def heads_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int) -> Tensor:
         """The result of all ranks' `to_heads`: [batch, own heads, all tokens, d]."""
@@ -125,10 +128,11 @@ class HeadExchange:
 
     def to_tokens(self, x: Tensor, shares: Sequence[slice], *, is_backward: bool) -> Future[Tensor]:
         """Start to send x [batch, own heads, all tokens, d] to the ranks of its tokens; see `tokens_here`."""
-        batch, _, tokens, width = x.shape
-        sends = [part.transpose(0, 1).reshape(-1, width) for part in x.chunk(len(self.members), 2)]
+        batch, heads, tokens, _ = x.shape
+        by_rank = x.unflatten(2, (len(self.members), -1)).permute(2, 1, 0, 3, 4)
         each = batch * tokens // len(self.members)
-        return self._send(sends, [each * _len(share) for share in shares], is_backward)
+        counts = [each * _len(share) for share in shares]
+        return self._send(by_rank, [each * heads] * len(counts), counts, is_backward)
 
     def tokens_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int) -> Tensor:
         """The result of all ranks' `to_tokens`: [batch, all heads, own tokens, d].
@@ -137,6 +141,8 @@ class HeadExchange:
         """
         rows, numbers = self.wire.comm.wait(sent), [_len(share) for share in shares]
         tokens = len(rows) // (batch * sum(numbers))
+        if is_disjoint(shares):
+            return rows.view(-1, batch, tokens, rows.shape[1]).transpose(0, 1)
         result = rows.new_zeros(batch, shares[-1].stop, tokens, rows.shape[1])
         parts = rows.view(-1, batch, tokens, rows.shape[1]).split(numbers)
         for share, part in zip(shares, parts, strict=True):
@@ -152,11 +158,13 @@ class HeadExchange:
             return x
         return x[:, heads]
 
-    def _send(self, sends: Sequence[Tensor], receives: Sequence[int], is_backward: bool) -> Future[Tensor]:
-        wire = self.wire
+    def _send(
+        self, sends: Tensor, counts: Sequence[int], receives: Sequence[int], is_backward: bool
+    ) -> Future[Tensor]:
+        wire, rows = self.wire, sends.reshape(-1, sends.shape[-1]).contiguous()
         codec, seed = (wire.gradients, wire.draw()) if is_backward else (wire.codec, wire.seed)
         name = "sequence_gradients" if is_backward else "sequence"
-        return wire.rows(self.members, torch.cat(list(sends)), list(map(len, sends)), receives, codec, seed, name)
+        return wire.rows(self.members, rows, counts, receives, codec, seed, name)
 
 
 class Sent:
@@ -220,3 +228,8 @@ class _ToTokens(torch.autograd.Function):
 
 def _len(share: slice) -> int:
     return share.stop - share.start
+
+
+def is_disjoint(shares: Sequence[slice]) -> bool:
+    """Whether no two ranks need the same head."""
+    return sum(map(_len, shares)) == shares[-1].stop

@@ -144,8 +144,8 @@ def test_the_verdict_names_the_fastest_and_what_it_costs() -> None:
     fast["mean"]["kernel_sent_bytes_per_step"] = 0.5e6
     assert verdict_of(zero, fast) == [
         "fast has the shortest step: 100 ms, 5.00 times as fast as zero (500 ms).",
-        "It sends 500 kB a step, 4.0 times fewer bytes than zero.",
-        "Its held-out loss minus that of zero: +0.1000 ± 0.0000 (2 seeds).",
+        "fast sends 500 kB a step, 4.0 times fewer bytes than zero.",
+        "The held-out loss of fast minus that of zero: +0.1000 ± 0.0000 (2 seeds).",
     ]
     assert verdict_of(with_seeds("zero", 0.1, 3.0), with_seeds("slow", 0.3, 3.0)) == [
         "zero has the shortest step: 100 ms, 3.00 times as fast as slow (300 ms)."
@@ -157,20 +157,20 @@ def test_the_verdict_says_what_may_be_chance() -> None:
     zero = with_seeds("zero", 0.5, 3.0, 3.2, spread=(0.4, 0.6))
     close = with_seeds("close", 0.45, 3.1, 3.1, spread=(0.3, 0.41))
     text = " ".join(verdict_of(zero, close))
-    assert "The step times of close and zero overlap from round to round: too close to call." in text
+    assert text.startswith("close and zero have the shortest steps, 450 ms and 500 ms, and are too close to call: they")
     assert "+0.0000 ± 0.1000 (2 seeds), within twice the standard error." in text
     apart = " ".join(verdict_of(zero, with_seeds("apart", 0.3, 3.1, spread=(0.3, 0.39))))
     assert "overlap" not in apart
-    assert "Its held-out loss is 0.1000 above that of zero; with one seed, chance is not ruled out." in apart
+    assert "The held-out loss of apart is 0.1000 above that of zero; with one seed, chance is not ruled out." in apart
 
 
 def test_the_verdict_goes_by_the_target_where_there_is_one() -> None:
     late = row("late", {**FIGURES, "step_s": 0.1, "minutes_to_target": 3.0})
     assert verdict_of(row("zero", FIGURES), late)[0] == (
-        "zero reaches the target loss first, in 1.50 minutes: 2.00 times as fast as late (3.00)."
+        "zero reaches the target loss first, in 1.5 minutes: 2.00 times as fast as late (3)."
     )
     tied = row("tied", FIGURES)
-    assert verdict_of(row("zero", FIGURES), tied)[0].endswith("in 1.50 minutes: about as fast as tied (1.50).")
+    assert verdict_of(row("zero", FIGURES), tied)[0].endswith("in 1.5 minutes: about as fast as tied (1.5).")
     never = row("never", {**FIGURES, "step_s": 0.1, "minutes_to_target": None})
     assert verdict_of(row("zero", FIGURES), never)[0].endswith("in 1.50 minutes; no other contestant reaches it.")
 

@@ -193,7 +193,7 @@ def test_workers_stop_when_the_launcher_is_killed(runner: CommandRunner) -> None
     process.kill()
     try:
         process.communicate(timeout=HANG_S)
-        assert runner.summary("orphans")["stopped"] == "the launcher is gone"
+        assert runner.summary("orphans")["stopped"] == "the end of its launcher"
         assert not any(map(is_running, workers[1:]))
     finally:
         for pid in filter(is_running, workers):

@@ -24,13 +24,8 @@ def verdict(values: Mapping[str, Any]) -> list[str]:
     if reached:
         winner, sentence = by_target(rows, reached, values["reference"])
     else:
-        winner, other = first, rival(first, second, rows, values["reference"])
-        how = f"{faster(step_s(other), step_s(first))} {other['name']} ({seconds_text(step_s(other))})"
-        sentence = f"{first['name']} has the shortest step: {seconds_text(step_s(first))}, {how}."
+        winner, sentence = first, by_step(first, second, rival(first, second, rows, values["reference"]))
     sentences = [sentence]
-    if overlap(first, second):
-        names = f"{first['name']} and {second['name']}"
-        sentences.append(f"The step times of {names} overlap from round to round: too close to call.")
     reference = next((row for row in rows if row["name"] == values["reference"]), None)
     if reference is not None and reference is not winner:
         sentences += [*filter(None, (bytes_sentence(winner, reference), loss_sentence(winner, reference)))]
@@ -39,16 +34,26 @@ def verdict(values: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
+def by_step(first: Mapping[str, Any], second: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """A sentence about the contestant with the shortest step, or about the two that may have it. other: see `rival`."""
+    own, theirs = seconds_text(step_s(first)), seconds_text(step_s(second))
+    if overlap(first, second):
+        names = f"{first['name']} and {second['name']} have the shortest steps, {own} and {theirs}"
+        return f"{names}, and are too close to call: they overlap from round to round."
+    how = f"{faster(step_s(other), step_s(first))} {other['name']} ({seconds_text(step_s(other))})"
+    return f"{first['name']} has the shortest step: {own}, {how}."
+
+
 def by_target(
     rows: Sequence[Mapping[str, Any]], reached: Sequence[Mapping[str, Any]], reference: str | None
 ) -> tuple[Mapping[str, Any], str]:
     """The contestant that reached the target loss first, and a sentence about it."""
     winner, *others = sorted(reached, key=minutes)
-    text = f"{winner['name']} reaches the target loss first, in {minutes(winner):.2f} minutes"
+    text = f"{winner['name']} reaches the target loss first, in {minutes(winner):.3g} minutes"
     if not others:
         return winner, f"{text}; no other contestant reaches it."
     other = rival(winner, others[0], reached, reference)
-    how = f"{faster(minutes(other), minutes(winner))} {other['name']} ({minutes(other):.2f})"
+    how = f"{faster(minutes(other), minutes(winner))} {other['name']} ({minutes(other):.3g})"
     return winner, f"{text}: {how}."
 
 
@@ -58,7 +63,7 @@ def bytes_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> s
     if not own or not theirs:
         return ""
     how = f"{theirs / own:.1f} times fewer" if theirs > own else f"{own / theirs:.1f} times more"
-    return f"It sends {bytes_text(own)} a step, {how} bytes than {reference['name']}."
+    return f"{winner['name']} sends {bytes_text(own)} a step, {how} bytes than {reference['name']}."
 
 
 def loss_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
@@ -71,9 +76,10 @@ def loss_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> st
     mean, name = fmean(differences), reference["name"]
     if len(differences) == 1:
         how = f"{abs(mean):.4f} {'above' if mean > 0 else 'below'} that of {name}"
-        return f"Its held-out loss is {how}; with one seed, chance is not ruled out."
+        return f"The held-out loss of {winner['name']} is {how}; with one seed, chance is not ruled out."
     error = stdev(differences) / math.sqrt(len(differences))
-    sentence = f"Its held-out loss minus that of {name}: {mean:+.4f} ± {error:.4f} ({len(differences)} seeds)"
+    found = f"{mean:+.4f} ± {error:.4f} ({len(differences)} seeds)"
+    sentence = f"The held-out loss of {winner['name']} minus that of {name}: {found}"
     return f"{sentence}, within twice the standard error." if abs(mean) <= 2 * error else f"{sentence}."
 
 

@@ -42,5 +42,5 @@ class StopFlag:
         if not self._reason and os.getppid() != self._parent:
             if self._is_replaced:
                 raise ThinwireError("the launcher of this island is gone: it leaves the others")
-            self._reason = "the launcher is gone"
+            self._reason = "the end of its launcher"
         return self._reason

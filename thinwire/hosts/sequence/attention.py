@@ -158,9 +158,7 @@ class HeadExchange:
             return x
         return x[:, heads]
 
-    def _send(
-        self, sends: Tensor, counts: Sequence[int], receives: Sequence[int], is_backward: bool
-    ) -> Future[Tensor]:
+    def _send(self, sends: Tensor, counts: Sequence[int], receives: Sequence[int], is_backward: bool) -> Future[Tensor]:
         wire, rows = self.wire, sends.reshape(-1, sends.shape[-1]).contiguous()
         codec, seed = (wire.gradients, wire.draw()) if is_backward else (wire.codec, wire.seed)
         name = "sequence_gradients" if is_backward else "sequence"

@@ -172,7 +172,7 @@ def test_the_verdict_goes_by_the_target_where_there_is_one() -> None:
     tied = row("tied", FIGURES)
     assert verdict_of(row("zero", FIGURES), tied)[0].endswith("in 1.5 minutes: about as fast as tied (1.5).")
     never = row("never", {**FIGURES, "step_s": 0.1, "minutes_to_target": None})
-    assert verdict_of(row("zero", FIGURES), never)[0].endswith("in 1.50 minutes; no other contestant reaches it.")
+    assert verdict_of(row("zero", FIGURES), never)[0].endswith("in 1.5 minutes; no other contestant reaches it.")
 
 
 def test_the_table_marks_the_best_and_shows_the_spread(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import all_reduce, reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.cost.links import ALL_TO_ALL, GATHER, INTER, INTRA, OPERATIONS, REDUCE, SCATTER, Line, Links
-from thinwire.models.moe import swiglu
+from thinwire.models.experts import swiglu
 
 # Messages that can be under way beside one: more would wait for their turn, and for what a link takes.
 NUM_MESSAGES, NUM_TURNS = NUM_SLOTS - 1, 5

@@ -21,7 +21,7 @@ from thinwire.compose.stage import Stage
 from thinwire.errors import ConfigError
 from thinwire.hosts.arguments import check_arguments
 from thinwire.hosts.experts import expert_parallel
-from thinwire.hosts.experts.parallel import check_optimizer
+from thinwire.hosts.experts.checks import check_optimizer
 from thinwire.hosts.interface import apply
 from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.sequence import sequence_parallel

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thinwire.collectives import Topology
 from thinwire.cost import Links
 from thinwire.errors import ConfigError
-from thinwire.hosts.experts.parallel import check_experts
+from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import (

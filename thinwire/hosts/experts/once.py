@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire.hosts.experts.trip import ExpertWire, Trip
+from thinwire.models.experts import Experts, dtype_of_work, mixed
 from thinwire.models.fused import FusedExperts
-from thinwire.models.moe import Experts, dtype_of_work, mixed
 from thinwire.models.row_hooks import row_hooks
 from thinwire.models.seam import module_of
 

@@ -145,9 +145,10 @@ def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, l
     outer: list[HopBytes] = [{}, {}, {}, {}]
     num_nodes, per_node = placement.ranks // local_size, placement.experts * local_size // placement.ranks
     weights = rows.top_k * rows.of_weights.itemsize
+    numbers = numbers_bytes(rows.top_k, per_node, rows.of_weights.itemsize)
     for source, node in product(range(placement.ranks), range(num_nodes)):
         home, num = node * local_size + source % local_size, rows.entering[source][node]
-        extra = [2 * 3 * NUMBER_BYTES + 2 * num * weights, 0, 0, num * weights]
+        extra = [2 * 3 * NUMBER_BYTES + num * (weights + numbers), 0, 0, num * weights]
         for way, kind, more in zip(range(4), ("dispatch", "combine", "gradients", "gradients"), extra, strict=True):
             body = rows_bytes(num, rows.width, rows.dtype, options.codec(kind)) if num else 0
             outer[way][(home, source) if way % 2 else (source, home)] = body + more
@@ -168,6 +169,16 @@ def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, l
             }
     both = zip(outer, inner, strict=True)
     return [[near, far] if way % 2 else [far, near] for way, (far, near) in enumerate(both)]
+
+
+def number_size(most: int) -> int:
+    """Bytes of a whole number of 0 to `most`."""
+    return 1 if most < 1 << 8 else 2 if most < 1 << 15 else 4
+
+
+def numbers_bytes(num: int, most: int, itemsize: int) -> int:
+    """Bytes of so many numbers of 0 to `most` in whole elements of `itemsize` bytes."""
+    return -(-num * number_size(most) // itemsize) * itemsize
 
 
 def packets(

@@ -86,6 +86,8 @@ class ExpertRanks:
         drawn = self.wire.num_drawn
         self.wire, self.once = self._wires_of(options)
         self.options, self.wire.num_drawn = options, drawn
+        # What was gathered in another way is of no use.
+        self._kept.clear()
         self._set_pace()
 
     def hold(self, optimizer: ShardedOptimizer, room_bytes: float | None) -> None:

@@ -31,6 +31,7 @@ class Rows:
         top_k: experts of a token; for rows that enter a node once.
         dtype: of the rows. of_weights: dtype of the weights of a token's experts. of_experts: of experts that move.
         passes: micro-batches of a step, over which what is gathered once a step is counted.
+        moves: whether weights that move do so now; they need not in all micro-batches of a step.
     """
 
     counts: Sequence[Sequence[int]]
@@ -41,6 +42,7 @@ class Rows:
     of_weights: torch.dtype = torch.float32
     of_experts: torch.dtype = torch.float32
     passes: int = 1
+    moves: bool = True
 
     @classmethod
     def even(
@@ -97,7 +99,7 @@ def legs(
     returned: HopBytes = {}
     for source, home in product(range(placement.ranks), repeat=2):
         gathers = source // options.gathered == home // options.gathered
-        if source != home and (gathers or options.move == "experts"):
+        if source != home and rows.moves and (gathers or options.move == "experts"):
             size = part_numel // rows.width, rows.width, rows.of_experts
             moved[source, home], returned[source, home] = (
                 rows_bytes(*size, options.codec(kind)) // (rows.passes if options.once_a_step else 1)

@@ -28,7 +28,8 @@ from thinwire.hosts.sequence.attention import sequence_attention
 from thinwire.hosts.sequence.wire import SequenceWire
 from thinwire.methods.sequence import SequenceLayout
 from thinwire.methods.sequence.layout import layouts
-from thinwire.models.moe import Experts, MoEConfig, grouped_product, loop_product
+from thinwire.models.experts import grouped_product, loop_product
+from thinwire.models.moe import Experts, MoEConfig
 
 EXPERTS, TOP_K, HEADS, KV_HEADS, WIDTH = 8, 2, 16, 2, 64
 # In forward, and in backward.

@@ -4,8 +4,10 @@
     torchrun --nproc-per-node 4 benchmarks/hops.py
 
 One layer, forward and backward, top-2 of 8 experts, each rank with tokens of its own. `AllToAllEP` runs in fp32, in
-bf16, and with rows of bf16 whose products are of fp32, as thinwire's are; thinwire with rows of fp32, and with `int8`
-for all four hops. They take turns; the medians count. Needs transformers 5.23.
+bf16, and with rows of bf16 whose products are of fp32; thinwire with rows of fp32, and with `int8` for all four hops,
+whose products are of fp32 or of bf16, as their rivals' are. On cores with instructions for bf16 these products take
+half as long, which no hop can make up for: a ratio of hops is one between equal products. They take turns; the medians
+count. Needs transformers 5.23.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ THEIRS = {
     "fp32": (torch.float32, torch.float32), "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16 rows, fp32 products": (torch.bfloat16, torch.float32),
 }  # fmt: skip
+# The codec of hops, the dtype of products, and chunks.
+OURS = {
+    "fp32": ("fp32", torch.float32, 1), "int8": ("int8", torch.float32, 1),
+    "int8, 2 chunks": ("int8", torch.float32, 2), "int8, bf16 products": ("int8", torch.bfloat16, 1),
+}  # fmt: skip
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+Spread = tuple[Layer, ExpertRanks]
 
 
 def theirs(hidden: int, inner: int, rows: torch.dtype, products: torch.dtype) -> Layer:
@@ -52,14 +60,16 @@ def theirs(hidden: int, inner: int, rows: torch.dtype, products: torch.dtype) ->
     return lambda x, index, weights: layer(x.to(rows), index, weights.to(rows)).float()
 
 
-def ours(hidden: int, inner: int, codec: str, local_size: int) -> tuple[Layer, ExpertRanks]:
-    """The layer by thinwire, with a codec for all hops."""
+def ours(hidden: int, inner: int, codec: str, products: torch.dtype, chunks: int, local_size: int) -> Spread:
+    """The layer by thinwire, with a codec for all hops, the dtype of products, and rows in so many chunks."""
     model = torch.nn.Module()
-    model.experts = module = Experts(MoEConfig(hidden_size=hidden, intermediate_size=inner, num_local_experts=EXPERTS))
+    config = MoEConfig(hidden_size=hidden, intermediate_size=inner, num_local_experts=EXPERTS)
+    model.experts = module = Experts(config).to(products)
     for param in module.parameters():
         torch.nn.init.normal_(param, std=0.02)
-    options = ExpertParallel(dist.get_world_size(), dispatch=codec, combine=codec, gradients=codec)
-    return module, expert_parallel(model, options, local_size=local_size)
+    options = ExpertParallel(dist.get_world_size(), chunks=chunks, dispatch=codec, combine=codec, gradients=codec)
+    ep = expert_parallel(model, options, local_size=local_size)
+    return lambda x, index, weights: module(x.to(products), index, weights.to(products)).float(), ep
 
 
 def passed_s(layer: Layer, given: tuple[Tensor, Tensor, Tensor]) -> float:
@@ -81,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     sizes, local_size = (args.hidden, args.inner), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    own = {f"thinwire, {codec}": ours(*sizes, codec, local_size) for codec in ("fp32", "int8")}
+    own = {f"thinwire, {name}": ours(*sizes, *how, local_size) for name, how in OURS.items()}
     layers: dict[str, Layer] = {
         **{f"AllToAllEP, {name}": theirs(*sizes, *dtypes) for name, dtypes in THEIRS.items()},
         **{name: layer for name, (layer, _) in own.items()},

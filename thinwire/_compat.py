@@ -13,6 +13,8 @@
 - agent_starts_by: the private function by which torchrun's agent starts a worker.
 - compiler_problem: the private search of torch.compile for a C++ compiler, and its private test of Triton.
 - set_timeout: ProcessGroupGloo._set_default_timeout, private, used as torch itself uses it.
+- named_group: distributed_c10d._new_process_group_helper and _world, private: torch names a group of some ranks by the
+  number of groups that its maker is in, in which ranks may differ.
 - place_in_file: torch.distributed.checkpoint.filesystem._StorageInfo, private; 2.11 to 2.13 have it.
 - no_record_checksums: a private name shows whether an option of torch.save can be set for one thread, as in 2.13.
 - input_gradients, weight_gradients: torch.distributed.pipelining._backward, private: the two halves of a backward, as
@@ -28,7 +30,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -426,6 +428,18 @@ def agent_starts_by(start: Callable[..., Any]) -> Iterator[None]:
 def set_timeout(group: dist.ProcessGroupGloo, timeout_s: float) -> None:
     """Set how long a message of this group may take from now on, in seconds."""
     group._set_default_timeout(timedelta(seconds=timeout_s))
+
+
+def named_group(name: str, ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of these global ranks, this one among them, which meet under the name. A collective over them."""
+    module: Any = distributed_c10d
+    group, _ = module._new_process_group_helper(
+        len(ranks), ranks.index(dist.get_rank()), list(ranks), dist.Backend("gloo"), default_store(), name,
+        timeout=timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    module._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    found: dist.ProcessGroup = group
+    return found
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_da
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -66,9 +67,15 @@ class Option:
     def spec(self) -> Any:
         """How tyro reads it; of another type for what it can't read from words."""
         own = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(self.hint, set(self.markers)))
-        if self.hint not in (bool, bool | None) or not isinstance(own, PrimitiveConstructorSpec):
+        kinds = get_args(self.hint) if get_origin(self.hint) in (Union, UnionType) else (self.hint,)
+        if bool not in kinds or not isinstance(own, PrimitiveConstructorSpec):
             return own
-        return replace(own, metavar="{true,false}", choices=TRUTHS, instance_from_str=lambda words: words == ["true"])
+        words = tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
+        choices = (*TRUTHS, *words)
+        return replace(
+            own, metavar=f"{{{','.join(choices)}}}", choices=choices,
+            instance_from_str=lambda given: given[0] if given[0] in words else given == ["true"],
+        )  # fmt: skip
 
     @property
     def markers(self) -> list[Any]:
@@ -358,7 +365,7 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
             return UNSET
         words = words[:1] if takes_one else words
         # As Python writes it.
-        words = [word.lower() for word in words] if own.choices == TRUTHS else words
+        words = [word.lower() for word in words] if own.choices and TRUTHS[0] in own.choices else words
         try:
             if own.choices is None or set(words) <= set(own.choices):
                 return own.instance_from_str(words)

@@ -27,20 +27,10 @@ from thinwire.models.balance import (
     summed_over_ranks,
 )
 from thinwire.models.capacity import RowCounts, capacity, check_capacity, needed_factor
-from thinwire.models.moe import (
-    MIXTURES,
-    Experts,
-    MoE,
-    Order,
-    Router,
-    check_axes,
-    drop,
-    grouped_product,
-    loop_product,
-    mixtral_config,
-    mixtral_weights,
-)
+from thinwire.models.experts import grouped_product, loop_product
+from thinwire.models.moe import MIXTURES, Experts, MoE, Order, Router, check_axes, mixtral_config, mixtral_weights
 from thinwire.models.noise import TokenNoise
+from thinwire.models.order import drop
 from thinwire.models.row_hooks import EVENTS
 
 SMALL = replace(MIXTURES["moe-tiny"], hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=4)

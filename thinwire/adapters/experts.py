@@ -13,10 +13,10 @@ from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.two_hops import Rooms
 from thinwire.errors import ConfigError
-from thinwire.hosts.experts.parallel import check_groups
+from thinwire.hosts.experts.checks import check_groups
 from thinwire.hosts.experts.trip import ExpertWire, Trip
 from thinwire.methods.experts import ExpertParallel, ExpertPlacement
-from thinwire.models.moe import Order
+from thinwire.models.order import Order
 
 NAME = "thinwire"
 EPImplementation: Any = object

@@ -22,10 +22,12 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import all_reduce, reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.cost.links import ALL_TO_ALL, GATHER, INTER, INTRA, OPERATIONS, REDUCE, SCATTER, Line, Links
-from thinwire.models.moe import swiglu
+from thinwire.models.experts import swiglu
 
 # Messages that can be under way beside one: more would wait for their turn, and for what a link takes.
 NUM_MESSAGES, NUM_TURNS = NUM_SLOTS - 1, 5
+# A burst, of the seconds that a message takes beside it, that the clock alone would not show.
+NOISE = 0.1
 # fp32 elements for each rank, at most.
 LARGEST = 1 << 20
 # Experts and their sizes [experts, inner, hidden], and the rows of a short and a long product.
@@ -46,7 +48,8 @@ def measure_links(
     On a level all groups send at once: the ranks of each node, then those at the same place of all nodes. alpha is the
     time of a few bytes; what one more such message of all ranks adds, while others are under way, is what it costs the
     processors. beta is the slope between n bytes and 2 n, of which n takes PROBE_S, so that what a token bucket lets
-    pass at once does not count. Of two probes the faster counts.
+    pass at once does not count; without such a bucket, both are fitted to the three by least squares. Of two probes the
+    faster counts.
 
     Args:
         experts: (experts, inner, hidden), the shape of the fp32 product that is timed.
@@ -82,8 +85,11 @@ def _line(comm: Communicator, members: Sequence[int], operation: str, num: int) 
         min(_seconds(comm, members, operation, each) for _ in range(NUM_PROBES)) for each in (1, num, 2 * num)
     )
     # A reduced sum comes back, too.
-    num_bytes = 4 * num * (len(members) - 1) * (2 if operation == REDUCE else 1)
-    return Line(short_s, 1 / bucket_of(num_bytes, once_s, twice_s, short_s)[0])
+    each = 4 * (len(members) - 1) * (2 if operation == REDUCE else 1)
+    rate, burst_s = bucket_of(num * each, once_s, twice_s, short_s)
+    if burst_s > NOISE * once_s:
+        return Line(short_s, 1 / rate)
+    return Line.fitted([each, num * each, 2 * num * each], [short_s, once_s, twice_s])
 
 
 def _message_s(comm: Communicator) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
@@ -80,19 +80,21 @@ class RowCodec:
         Shape:
             packet: uint8 [num_bytes(k)]. out: contiguous [k, width].
         """
+        flat = out.view(-1)
         if self.codec is None:
-            out.view(-1).view(torch.uint8).copy_(packet)
-        elif out.numel():
-            out.view(-1).copy_(self.codec.decode(packet, out.numel()))
+            flat.view(torch.uint8).copy_(packet)
+        elif out.dtype == torch.float32 and len(flat):
+            self.codec.decode(packet, len(flat), out=flat)
+        elif len(flat):
+            flat.copy_(self.codec.decode(packet, len(flat)))
 
-    def rounded(self, rows: Tensor, first: int) -> Tensor:
-        """The rows as if they had travelled."""
+    def carry(self, rows: Tensor, first: int, out: Tensor) -> None:
+        """Fill `out` with the rows as if they had travelled."""
         if self.codec is None or not len(rows):
-            return rows
+            out.copy_(rows)
+            return
         packet = torch.empty(self.num_bytes(len(rows)), dtype=torch.uint8, device=rows.device)
-        out = torch.empty_like(rows)
         self.unpack(self.pack(rows, first, packet), out)
-        return out
 
 
 @dataclass
@@ -148,21 +150,21 @@ def all_to_all_rows(
         packet = link.scratch(f"rows to {peer}", how.num_bytes(counts[peer]), device=rows.device)
         return how.pack(blocks[peer], first_rows[peer], packet)
 
+    result = rows.new_empty(sum(receives), rows.shape[1])
+    parts = result.split(list(receives))
+    staying = how if rounds_own else replace(how, codec=None)
     room = {
         peer: link.scratch(f"rows from {peer}", how.num_bytes(num_rows), device=rows.device)
         for peer, num_rows in enumerate(receives)
         if num_rows and peer != own
     }
     sends = {peer: partial(packed, peer) for peer, num_rows in enumerate(counts) if num_rows and peer != own}
-    yield from _swap(link, sends, room, operation)
+    stay = partial(staying.carry, blocks[own], first_rows[own], parts[own])
+    yield from _swap(link, sends, room, operation, meanwhile=stay)
 
     def unpack() -> Tensor:
-        result = rows.new_empty(sum(receives), rows.shape[1])
-        for peer, out in enumerate(result.split(list(receives))):
-            if peer in room:
-                how.unpack(room[peer], out)
-            elif peer == own:
-                out.copy_(how.rounded(blocks[own], first_rows[own]) if rounds_own else blocks[own])
+        for peer, packet in room.items():
+            how.unpack(packet, parts[peer])
         return result
 
     return (yield from link.work("decode_s", operation, unpack))
@@ -223,7 +225,13 @@ def all_to_all_counted(
         peer: link.scratch(f"rows from {peer}", head + how.num_bytes(room.of.get(peer, 0)), device=device)
         for peer in others
     }
-    yield from _swap(link, {peer: partial(first_message, peer) for peer in others}, begun, operation, length)
+    stays = blocks[own]
+    stay: Callable[[], None] | None = None
+    if rounds_own:
+        stays = torch.empty_like(stays)
+        stay = partial(how.carry, blocks[own], first_rows[own], stays)
+    firsts = {peer: partial(first_message, peer) for peer in others}
+    yield from _swap(link, firsts, begun, operation, length, meanwhile=stay)
     came, theirs = list(counts), notes.clone()
     for peer, message in begun.items():
         count, *told = numbers(message).tolist()
@@ -243,7 +251,7 @@ def all_to_all_counted(
         result = rows.new_empty(sum(came), rows.shape[1])
         for peer, out in enumerate(result.split(came)):
             if peer == own:
-                out.copy_(how.rounded(blocks[own], first_rows[own]) if rounds_own else blocks[own])
+                out.copy_(stays)
                 continue
             fit = there[peer]
             how.unpack(begun[peer][head : head + how.num_bytes(fit)], out[:fit])
@@ -268,11 +276,17 @@ def _swap(
     room: Mapping[int, Tensor],
     operation: str,
     length: Callable[[Tensor], int] = Tensor.numel,
+    *,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Rounds[None]:
-    """Make a message for each of some ranks and send it, and fill the room with those of others."""
+    """Make a message for each of some ranks and send it, and fill the room with those of others.
+
+    meanwhile: what is done once all messages have left.
+    """
     num_ranks, near = link.topology.world_size, set(link.local_peers())
     peers = [(link.rank + step) % num_ranks for step in range(1, num_ranks)]
-    levels = {"intra": [p for p in peers if p in near], "inter": [p for p in peers if p not in near]}
+    # Those for other nodes leave first: they take the longest.
+    levels = {"inter": [p for p in peers if p not in near], "intra": [p for p in peers if p in near]}
     exchanges = {
         level: link.exchange(operation, level, {peer: room[peer] for peer in members if peer in room}, length)
         for level, members in levels.items()
@@ -283,4 +297,6 @@ def _swap(
             if peer in sends:
                 packet = yield from link.work("encode_s", operation, sends[peer])
                 exchanges[level].send(peer, packet)
+    if meanwhile is not None:
+        yield from link.work("encode_s", operation, meanwhile)
     yield from together(*(exchange.finish() for exchange in exchanges.values()))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire import _compat
 from thinwire.collectives.exchange import Members
 from thinwire.errors import ConfigError
 
 # Groups that are free, by world and ranks. torch reuses a destroyed group's name and with it the addresses that
 # its members left in the store, so a group is kept and used again instead.
 _idle_groups: dict[tuple[object, tuple[int, ...]], list[dist.ProcessGroup]] = {}
+# The numbers of the next groups of the same ranks.
+_made_groups: dict[tuple[object, tuple[int, ...]], Iterator[int]] = {}
 
 
 def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members | None, timeout_s: float) -> Members:
@@ -28,10 +32,12 @@ def own_members(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | Members 
     idle = _idle_groups.get((dist.group.WORLD, tuple(ranks)))
     if idle:
         return Members(idle.pop(0), ranks, rank)
-    # torch names a group of some ranks by the number of groups its maker is in, and hangs if ranks differ in it.
-    local = len(ranks) < dist.get_world_size()
-    own = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=local)
-    return Members(own, ranks, rank)
+    if ranks == list(range(dist.get_world_size())):
+        return Members(dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo"), ranks, rank)
+    # Ranks may be in different numbers of groups, but all of these have made equally many groups with each other.
+    number = next(_made_groups.setdefault((dist.group.WORLD, tuple(ranks)), itertools.count()))
+    name = f"thinwire {number} of {'-'.join(map(str, ranks))}"
+    return Members(_compat.named_group(name, ranks, timeout_s), ranks, rank)
 
 
 def joined_ranks(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None) -> list[int]:
@@ -68,15 +74,7 @@ def give_back(members: Members) -> None:
         _idle_groups.setdefault((dist.group.WORLD, tuple(members.names)), []).append(members.group)
 
 
-def reserve(group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None, number: int, timeout_s: float) -> None:
-    """Open `number` groups over these ranks in advance, for use when ranks may be in different numbers of groups.
-
-    A collective over the ranks.
-    """
-    for members in [own_members(group, timeout_s) for _ in range(number)]:
-        give_back(members)
-
-
 def forget_groups() -> None:
     """Drop the free groups, before their world is destroyed."""
     _idle_groups.clear()
+    _made_groups.clear()

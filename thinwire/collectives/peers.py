@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -76,7 +77,7 @@ def alone() -> WorldPeers:
     """Peers of an island that is the only one; made by its first rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return WorldPeers()
-    return WorldPeers(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+    return WorldPeers([dist.get_rank()])
 
 
 class Meters(Meter):
@@ -109,7 +110,7 @@ class WorldPeers:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DeviceMesh | None = None,
+        group: dist.ProcessGroup | Sequence[int] | DeviceMesh | None = None,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checked: bool = False,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from thinwire.compose.meshes import names_of, places_of, shape_of, sizes_of
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.arguments import check_instance
-from thinwire.hosts.experts.parallel import check_experts
+from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.offload.hollow import is_hollow
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.hosts.tensor import misfits

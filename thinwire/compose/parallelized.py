@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives import Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
-from thinwire.collectives.groups import reserve
 from thinwire.compose.axes import AxisMethods, axis_of, cut_layers, cut_matrices, other_islands, share_sums, tensor_row
 from thinwire.compose.checks import check_joint
 from thinwire.compose.meshes import check_mesh, holders_of, names_of, node_inside, shape_of, sizes_of, stride_of
@@ -21,7 +20,7 @@ from thinwire.compose.stage import Stage
 from thinwire.errors import ConfigError
 from thinwire.hosts.arguments import check_arguments
 from thinwire.hosts.experts import expert_parallel
-from thinwire.hosts.experts.parallel import check_optimizer
+from thinwire.hosts.experts.checks import check_optimizer
 from thinwire.hosts.interface import apply
 from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.sequence import sequence_parallel
@@ -34,9 +33,6 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.state.given import optimizer_options, same_on_all_ranks
 from thinwire.table import Row, announce as announce_table
-
-# Process groups that a stage of an island opens along the pipeline; its host too, where the stages are all of it.
-NUM_GROUPS = 6
 
 
 def parallelize(
@@ -120,11 +116,6 @@ def parallelize(
             **of_ranks,
         )  # fmt: skip
         axis = replace(axis, group_for=experts.group_for, meter=meter, parts=experts)
-    if stages is not None:
-        # The first rank of an island opens a group with other islands' first ones, and no group opens behind that.
-        reserve(mesh["pipeline"], NUM_GROUPS, timeout_s)
-        if tensor is not None:
-            reserve(mesh["tensor"], 1, timeout_s)
     if "island" in names and isinstance(method, IslandsMethod):
         method = method.connected_to(lambda: other_islands(mesh, timeout_s, checked))
     options = of_ranks | {"local_size": local_size} | ({} if axis is None else {"axis": axis})

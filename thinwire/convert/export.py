@@ -22,7 +22,7 @@ from thinwire.convert.verify import Fidelity, KeptLogits, UnfaithfulError, compa
 from thinwire.data import Tokenizer, heldout_batches
 from thinwire.errors import ConfigError
 from thinwire.models import HFCausalLM, Llama, MoELlama
-from thinwire.models.moe import mixtral_config, mixtral_weights
+from thinwire.models.mixtral import mixtral_config, mixtral_weights
 from thinwire.run.run import tokens_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

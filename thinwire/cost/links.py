@@ -28,6 +28,24 @@ class Line:
         """Seconds of an amount; 0 for an amount of 0."""
         return self.alpha_s + self.beta_s * amount if amount else 0.0
 
+    @classmethod
+    def fitted(cls, amounts: Sequence[float], seconds: Sequence[float]) -> Line:
+        """The line of the least squares of relative errors, sum_i ((alpha + beta n_i) / t_i - 1)^2; alpha >= 0.
+
+        Args:
+            amounts: n_i, two different ones at least. seconds: t_i, above 0.
+        """
+        weights = [1 / each for each in seconds]
+        slopes = [weight * amount for weight, amount in zip(weights, amounts, strict=True)]
+        squares, both, steep = (
+            sum(a * b for a, b in zip(*pair, strict=True))
+            for pair in ((weights, weights), (weights, slopes), (slopes, slopes))
+        )
+        alpha_s = (steep * sum(weights) - both * sum(slopes)) / (squares * steep - both**2)
+        if alpha_s < 0:
+            return cls(0.0, sum(slopes) / steep)
+        return cls(alpha_s, (sum(slopes) - alpha_s * both) / steep)
+
 
 @dataclass(frozen=True)
 class Links:

@@ -10,7 +10,7 @@ from torch import nn
 
 from thinwire.collectives.topology import Topology
 from thinwire.errors import ConfigError, Problems
-from thinwire.hosts.experts.parallel import check_experts
+from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.launch.check_parts import check_compiled
 from thinwire.layout.mesh import MeshShape, check_beside

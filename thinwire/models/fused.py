@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from thinwire.errors import ConfigError
-from thinwire.models.moe import dtype_of_work, grouped_product
+from thinwire.models.experts import dtype_of_work, grouped_product
 from thinwire.models.row_hooks import row_hooks
 
 # What other forms of packed experts say about themselves, and what those here say.

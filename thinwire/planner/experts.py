@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from thinwire.collectives import Topology
 from thinwire.cost import Links
 from thinwire.errors import ConfigError
-from thinwire.hosts.experts.parallel import check_experts
+from thinwire.flags import flag
+from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import (
@@ -41,7 +42,7 @@ from thinwire.report.units import bytes_text, seconds_text
 from thinwire.table import Row
 
 # Options that may say auto, and ways that the start-up table shows.
-CHOSEN, NUM_SHOWN = ("parallel", "move", "route", "chunks", "chunks_back"), 4
+CHOSEN, NUM_SHOWN = ("parallel", "move", "route", "chunks", "chunks_back", "once_a_step"), 4
 # What the table calls the rows of a layer on their way.
 OPERATION = "tokens to experts"
 Key = TypeVar("Key")
@@ -112,7 +113,7 @@ def choose_experts(
         shown = ", ".join(f"{seconds_text(each)} with {ranks}" for ranks, each in seconds.items())
         rows.append((f"--experts.parallel {AUTO}", str(best), f"seconds of a step's links and experts: {shown}"))
     if others := [name for name in found if name not in ("parallel", "release")]:
-        asked = " ".join(f"--experts.{name} {AUTO}" for name in others)
+        asked = " ".join(f"{flag(f'{EXPERTS}.{name}')} {AUTO}" for name in others)
         shown = ", ".join(f"{seconds_text(each)} by {way_text(one)}" for one, each in [*ways[best].items()][:NUM_SHOWN])
         rows.append((asked, way_text(way), f"a simulated layer, forward and backward: {shown}"))
     return found, rows

@@ -13,7 +13,7 @@ from thinwire._compat import flop_counter
 from thinwire.losses import cut_loss
 from thinwire.models import Llama
 from thinwire.models.llama import LlamaConfig
-from thinwire.models.moe import MoEConfig
+from thinwire.models.moe_config import MoEConfig
 from thinwire.models.tensor import cut_skeleton
 
 

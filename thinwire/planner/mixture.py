@@ -14,7 +14,7 @@ from thinwire.hosts.ranks import neighbours
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import MethodPlan
-from thinwire.models.moe import MoEConfig
+from thinwire.models.moe_config import MoEConfig
 from thinwire.options import EXPERTS
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.experts import CHOSEN, apart_of, rows_sent, step_of

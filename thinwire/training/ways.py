@@ -22,7 +22,7 @@ from thinwire.training.engine import Engine
 # Experts whose product is timed again.
 TIMED_EXPERTS = 2
 FASTEST, DRIFTED = "the fastest measured", "links measured again: steps have drifted"
-OPEN = ("move", "route", "chunks", "chunks_back")
+OPEN = ("move", "route", "chunks", "chunks_back", "once_a_step")
 
 
 class WaysInUse:

@@ -11,7 +11,7 @@ from torch import nn
 import thinwire
 from tests.workers import run_workers
 from thinwire import ConfigError, ExpertParallel
-from thinwire.hosts.experts.parallel import check_experts
+from thinwire.hosts.experts.checks import check_experts
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.seam import mixture_of
 

@@ -42,8 +42,13 @@ def step(stage: Any, number: int) -> float:
     return float(stage.step(1.0))
 
 
-def train(rank: int, world_size: int, kind: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """The norms of the steps, and the whole weights after the last exchange. A process opens one set of islands."""
+def train(rank: int, world_size: int, folder: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Replicas, shared experts, and these resumed: a process opens all three sets of islands, one after the other."""
+    return [trained(rank, kind, folder) for kind in ("replicas", "shared", "resumed")]
+
+
+def trained(rank: int, kind: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """The norms of the steps, and the whole weights after the last exchange."""
     stage, model = stage_of("replicas" if kind == "replicas" else "shared")
     own, norms = folder / f"island-{rank // 2}", list[float]()
     if kind == "resumed":
@@ -64,7 +69,7 @@ def weights_of(stage: Any, model: MoELlama) -> dict[str, Tensor]:
 
 
 def test_islands_share_experts_and_resume(tmp_path: Path) -> None:
-    every = zip(*(run_workers(train, 4, kind, tmp_path) for kind in ("replicas", "shared", "resumed")), strict=True)
+    every = run_workers(train, 4, tmp_path)
     for (plain_norms, plain), (norms, weights), (resumed_norms, resumed) in every:
         assert norms == pytest.approx(plain_norms, rel=1e-4)
         assert resumed_norms == norms[SAVED:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from dataclasses import replace
@@ -19,6 +20,7 @@ from thinwire.collectives.exchange import Exchange
 from thinwire.hosts.experts import once
 from thinwire.hosts.experts.trip import Trip
 from thinwire.methods.experts import Rows, sent
+from thinwire.methods.experts.choice import moves_of
 from thinwire.models.moe import Experts, MoE, MoEConfig
 from thinwire.models.row_hooks import EVENTS
 
@@ -42,8 +44,9 @@ def inputs() -> list[list[Any]]:
     ]
 
 
-def filled(seed: int) -> Experts:
-    made, draws = Experts(CONFIG).double(), torch.Generator().manual_seed(seed)
+def filled(seed: int, num: int = 8) -> Experts:
+    config = replace(CONFIG, num_local_experts=num, num_experts_per_tok=min(2, num))
+    made, draws = Experts(config).double(), torch.Generator().manual_seed(seed)
     for param in made.parameters():
         param.data.normal_(std=0.2, generator=draws)
     return made
@@ -148,6 +151,35 @@ def switched(rank: int) -> float:
     return error
 
 
+def few_experts(rank: int) -> float:
+    """How far 1 or 2 experts on four ranks are from one process, whatever travels: outputs and gradients."""
+    errors = []
+    for num in (1, 2):
+        truth, draws = filled(0, num), torch.Generator().manual_seed(6)
+        given = [
+            (
+                torch.randn(n, 32, generator=draws, dtype=torch.float64),
+                torch.rand(n, num, generator=draws).topk(num, -1).indices,
+                torch.rand(n, num, generator=draws, dtype=torch.float64),
+            )
+            for n in TOKENS
+        ]
+        expected = [truth(*each) for each in given]
+        torch.stack([y.square().sum() for y in expected]).sum().backward()
+        for move in moves_of(4 // num):
+            model = torch.nn.Module()
+            model.experts = filled(0, num)
+            ep = thinwire.expert_parallel(model, ExpertParallel(4, slices=4 // num, move=move), local_size=2)
+            y = model.experts(given[rank][0].clone().requires_grad_(), *given[rank][1:])
+            y.square().sum().backward()
+            found = ep.gather({f"experts.{name}": param.grad for name, param in model.experts.named_parameters()})
+            grads = {name: truth.get_parameter(name.removeprefix("experts.")).grad for name in found}
+            pairs = [(y.detach(), expected[rank].detach()), *((found[name], grad) for name, grad in grads.items())]
+            errors += [float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b)]
+            ep.close()
+    return max(errors)
+
+
 def layers(rank: int, world_size: int) -> Any:
     layouts: list[tuple[int, int, Any]] = [
         (4, 1, "tokens"), (2, 1, "tokens"), (4, 2, "tokens"), (4, 4, "tokens"), (4, 2, "slices"), (2, 2, "slices"),
@@ -179,7 +211,7 @@ def layers(rank: int, world_size: int) -> Any:
     several = (4, "linear", 1), (2, "linear", 1), (4, "2dh", 1), (4, "linear", 5), (4, "2dh", 3), (4, "linear", 2, 4)
     weights = [moved(rank, *each) for each in ((4, 2), (2, 1))]
     errors, messages = (
-        max(switched(rank), made_whole(rank), looking_ahead(rank)),
+        max(switched(rank), made_whole(rank), looking_ahead(rank), few_experts(rank)),
         [crossing(rank, route) for route in ("linear", "2dh")],
     )
     return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights, errors, messages
@@ -315,11 +347,15 @@ def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_numbers_of_experts_keep_their_bits_beside_weights_of_any_dtype(dtype: torch.dtype) -> None:
-    weights, numbers = torch.rand(40, 8, dtype=dtype), torch.arange(320).view(40, 8) + 1000
-    both = once.beside(weights, numbers)
-    assert both.dtype == dtype and both.shape == (40, 16)
-    found = once.apart(both, 8)
-    assert torch.equal(found[0], weights) and torch.equal(found[1].long(), numbers)
+    size = dtype.itemsize
+    for most, each in ((255, 1), (1000, 2), (100_000, 4)):
+        weights, numbers = torch.rand(40, 7, dtype=dtype), torch.randint(0, most + 1, (40, 7))
+        numbers[0] = most
+        both = once.beside(weights, numbers, most)
+        # No more than they need, in whole elements.
+        assert both.dtype == dtype and both.shape == (40, 7 + math.ceil(7 * each / size))
+        found = once.apart(both, 7, most)
+        assert torch.equal(found[0], weights) and torch.equal(found[1].long(), numbers)
 
 
 def check_two_hops(messages: list[list[dict[int, list[int]]]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ def trained(
     """What happened in the second step: messages that were ready, that left, and layers' pauses; the weights; bytes."""
     events: list[tuple[str, int]] = []
     model = MoELlama(CONFIG, 0)
-    ep = thinwire.expert_parallel(model, ExpertParallel(2, move=move, release=release, once_a_step=once), local_size=2)
+    ep = thinwire.expert_parallel(model, ExpertParallel(2, move=move, release=release), local_size=2)
+    if once:
+        ep.take(replace(ep.options, once_a_step=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     module, sharded = thinwire.zero(
         model, optimizer, thinwire.Zero(), group_for=ep.group_for, bucket_numel=256, local_size=2, announce=False

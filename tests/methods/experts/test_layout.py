@@ -14,7 +14,7 @@ from thinwire import ConfigError, ExpertParallel
 from thinwire.checkpoint import Piece
 from thinwire.cost import Line, Links
 from thinwire.hosts.experts import expert_parallel
-from thinwire.methods.experts import MEASURE, ExpertPlacement, Rows, choose_way, place_experts, sent
+from thinwire.methods.experts import MEASURE, ExpertPlacement, Rows, choose_way, place_experts, sent, way_text
 from thinwire.methods.experts.dictionary import every_way
 from thinwire.planner.command import run_explain
 
@@ -91,7 +91,8 @@ def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> N
         ({"move": "experts", "chunks_back": 2}, "rows go in one; nearest: 'same'"),
         ({"chunks": 2, "move": "experts"}, "chunks 2 with move 'experts': no rows travel; nearest: 1"),
         ({"chunks": 2, "route": "once"}, "chunks 2 with route 'once'"),
-        ({"once_a_step": True}, "once_a_step with move 'tokens': no weights travel; nearest: False"),
+        ({"once_a_step": True}, "once_a_step True with move 'tokens': no weights travel; nearest: False"),
+        ({"once_a_step": "auto"}, "once_a_step auto with move 'tokens'"),
         ({"weights": "bf16"}, "weights 'bf16' with move 'tokens': no weights travel; nearest: 'fp32'"),
         ({"weights": "bf16", "move": "slices"}, "with move 'slices' of 1 slice: no weights travel"),
         (
@@ -169,6 +170,24 @@ def test_chunks_are_taken_where_they_hide_work_and_one_is_always_tried() -> None
         assert [each.chunks for each in chosen(slow, chunks="auto")] == [1, 2]
 
 
+def test_auto_weighs_weights_that_move_once_a_step_where_it_has_several_micro_batches() -> None:
+    place, links = ExpertPlacement(8, 4), Links.stated(1e8, 1e9, 0.001, 2)
+    asked, sizes = ExpertParallel(4, move="auto", once_a_step="auto"), (3 * 8 * 48 * 32 // 4, 2, links)
+    rows = Rows.even(place, 512, 2, 32, torch.float32, 2, passes=4)
+    seconds = choose_way(asked, place, rows, *sizes)
+    once = next(way for way in seconds if way.once_a_step)
+    # The other three micro-batches send nothing.
+    assert once.move == "experts" and seconds[once] == pytest.approx(seconds[replace(once, once_a_step=False)] / 4)
+    assert next(iter(seconds)) == once and way_text(once) == "experts once a step, linear, 1 chunk"
+    assert not any(way.once_a_step for way in choose_way(asked, place, replace(rows, passes=1), *sizes))
+    assert not any(way.once_a_step for way in choose_way(replace(asked, once_a_step=False), place, rows, *sizes))
+    # Of slices the rows travel in every micro-batch. All ways have numbers that a word of a step can carry.
+    cut = replace(asked, parallel=16, slices=16, route="auto", chunks="auto", chunks_back="auto")
+    every = every_way(cut, ExpertPlacement(8, 16, 16), 4)
+    assert {way.move for way in every if way.once_a_step} == {"slices=8", "slices=4", "slices=2", "slices", "experts"}
+    assert len(every) < MEASURE
+
+
 def test_options_that_are_open_are_refused_where_nobody_chooses() -> None:
     with pytest.raises(
         ConfigError, match="route 'auto': thinwire train chooses it, a library states it; nearest: 'lin"
@@ -191,6 +210,10 @@ def test_explain_chooses_by_stated_links(capsys: pytest.CaptureFixture[str]) -> 
         ("1", "replicas"), ("2", "tokens"), ("2", "experts"), ("4", "tokens"), ("4", "experts"),
     ]  # fmt: skip
     assert sum("*" in way for _, way in ways) == 1
+    often = ["--micro-batches", "8", "--experts.move", "auto", "--experts.once-a-step", "auto"]
+    assert run_explain([*command.split(), *often]) == 0
+    told = capsys.readouterr().out
+    assert "--experts.move auto --experts.once-a-step auto" in told and "experts once a step, linear, 1 chunk" in told
 
 
 def test_rows_are_priced_in_the_compute_type_and_weights_that_move_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:

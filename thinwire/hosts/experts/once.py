@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from thinwire.hosts.experts.trip import ExpertWire, Trip
+from thinwire.methods.experts.traffic import number_size, numbers_bytes
+from thinwire.models.experts import Experts, dtype_of_work, mixed
 from thinwire.models.fused import FusedExperts
-from thinwire.models.moe import Experts, dtype_of_work, mixed
 from thinwire.models.row_hooks import row_hooks
 from thinwire.models.seam import module_of
 
-# Whole numbers that are as large as a weight, and travel beside it.
-NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Whole numbers that travel beside weights, by their bytes.
+NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass
@@ -49,7 +51,8 @@ class Once:
 
         def of_node(there: Tensor, _: Tensor) -> Tensor:
             trip = Trip(self.exact, counts)
-            weights_there, own_there = Came.apply(trip, top_k, Tell.apply(trip, weights[token], own))
+            told = Tell.apply(trip, weights[token], own, per_node)
+            weights_there, own_there = Came.apply(trip, top_k, per_node, told)
             return mixed(there, own_there.long(), weights_there, per_node, experts.weigh_inputs, work)
 
         hooks = row_hooks(module_of(experts))
@@ -62,41 +65,48 @@ class Tell(torch.autograd.Function):
     """Starts to send the weights of each token's experts, and the experts' numbers. Returns a token for `Came`."""
 
     @staticmethod
-    def forward(ctx: Any, trip: Trip, weights: Tensor, numbers: Tensor) -> Tensor:
+    def forward(ctx: Any, trip: Trip, weights: Tensor, numbers: Tensor, most: int) -> Tensor:
         ctx.trip = trip
-        trip.depart(beside(weights.detach(), numbers))
+        trip.depart(beside(weights.detach(), numbers, most))
         return weights.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.trip.collect(), None
+        return None, ctx.trip.collect(), None, None
 
 
 class Came(torch.autograd.Function):
     """Waits for the weights and numbers that `Tell` sends. Gradients of the weights alone return."""
 
     @staticmethod
-    def forward(ctx: Any, trip: Trip, top_k: int, token: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, trip: Trip, top_k: int, most: int, token: Tensor) -> tuple[Tensor, Tensor]:
         ctx.trip, ctx.token = trip, token.detach()
-        weights, numbers = apart(trip.arrive(0), top_k)
+        weights, numbers = apart(trip.arrive(0), top_k, most)
         ctx.mark_non_differentiable(numbers)
         return weights, numbers
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.trip.go_back(0, grads[0], is_backward=True)
-        return None, None, ctx.token
+        return None, None, None, ctx.token
 
 
-def beside(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Weights [n, k] and whole numbers [n, k] in one tensor [n, 2 k] of the weights' dtype, bit for bit."""
-    return torch.cat([weights, numbers.to(NUMBERS[weights.dtype.itemsize]).view(weights.dtype)], 1)
+def beside(weights: Tensor, numbers: Tensor, most: int) -> Tensor:
+    """Weights [n, k] and numbers [n, k], 0 to `most`, in one tensor [n, k + c] of the weights' dtype, bit for bit.
+
+    Numbers up to 255 take a byte each; c columns have room for them.
+    """
+    top_k, size = weights.shape[1], weights.dtype.itemsize
+    kind = NUMBERS[number_size(most)]
+    room = numbers_bytes(top_k, most, size) // kind.itemsize
+    own = F.pad(numbers.to(kind), (0, room - top_k)).view(weights.dtype)
+    return torch.cat([weights, own], 1)
 
 
-def apart(both: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def apart(both: Tensor, top_k: int, most: int) -> tuple[Tensor, Tensor]:
     """The inverse of `beside`."""
-    weights, numbers = (part.contiguous() for part in both.split(top_k, 1))
-    return weights, numbers.view(NUMBERS[both.dtype.itemsize])
+    numbers = both[:, top_k:].contiguous().view(NUMBERS[number_size(most)])
+    return both[:, :top_k].contiguous(), numbers[:, :top_k].contiguous()
 
 
 def work_on(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,25 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.checkpoint import Piece, Share
 from thinwire.collectives import Communicator, Meter
-from thinwire.collectives.all_to_all import Room
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
-from thinwire.collectives.two_hops import Rooms
-from thinwire.errors import ConfigError, Problems, nearest_divisor
+from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.experts.once import Once, work_on
 from thinwire.hosts.experts.stopwatch import Stopwatch
 from thinwire.hosts.experts.trip import ExpertWire
 from thinwire.hosts.experts.weights import Gather, Gathered
+from thinwire.hosts.experts.wires import entering, wire_of
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
-from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
-from thinwire.methods.experts.options import CODED, in_groups
+from thinwire.methods.experts import ExpertParallel, ExpertPlacement
+from thinwire.methods.experts.options import CODED
 from thinwire.methods.experts.traffic import chunks_text
+from thinwire.models.experts import Experts, between_ranks, mixed
 from thinwire.models.fused import FusedExperts
-from thinwire.models.moe import Experts, between_ranks, mixed
 from thinwire.models.row_hooks import row_hooks
 from thinwire.models.seam import experts_of, module_of
 from thinwire.optim.dion import FACTOR
-from thinwire.state.elementwise import needs_whole_tensors
 from thinwire.state.portable import OPTIMIZER
 from thinwire.state.replicas import equal_bits
 from thinwire.table import Row
@@ -81,14 +78,16 @@ class ExpertRanks:
         return neighbours(self.everyone.rank, self.placement.ranks, self._stride)
 
     def take(self, options: ExpertParallel) -> None:
-        """Let rows travel in another way from now on: another `move`, `route` or `chunks`. All ranks call it alike.
+        """Let rows travel in another way from now on: another `move`, `route`, `chunks` or `once_a_step`.
 
-        Outputs and gradients stay the same, so it may be called between any two steps. Raises ConfigError for a way
-        that does not fit the nodes.
+        All ranks call it alike, between any two steps: outputs and gradients stay the same. Raises ConfigError for a
+        way that does not fit the nodes.
         """
         drawn = self.wire.num_drawn
         self.wire, self.once = self._wires_of(options)
         self.options, self.wire.num_drawn = options, drawn
+        # What was gathered in another way is of no use.
+        self._kept.clear()
         self._set_pace()
 
     def hold(self, optimizer: ShardedOptimizer, room_bytes: float | None) -> None:
@@ -360,94 +359,3 @@ def spread_over(model: nn.Module) -> ExpertRanks | None:
     """The ranks over which a model's experts are spread; None: they are whole on this one."""
     found = (vars(module).get(SPREAD) for module in model.modules())
     return next((ranks for ranks in found if ranks is not None), None)
-
-
-def wire_of(
-    options: ExpertParallel,
-    placement: ExpertPlacement,
-    comm: Communicator,
-    members: Sequence[int],
-    stride: int,
-    seed: int,
-) -> ExpertWire:
-    """The wire of one way among the ranks of `comm`. members: their numbers among all ranks that train the model."""
-    # Of each group that exchanges slices, the rank at this one's place.
-    step = options.gathered
-    among, on = range(comm.rank % step, placement.ranks, step), placement.over(step)
-    grid, num_chunks, num_back = comm.topology, options.num_chunks, options.num_back
-    has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
-    dispatch, combine, gradients, weights = map(options.codec, CODED)
-    first, apart = members[among[0]], step * stride
-    hops = [Rooms() for _ in range(max(num_chunks, num_back))] if has_hops else ()
-    return ExpertWire(
-        comm, on, among, dispatch, combine, gradients, weights, first, apart, seed, hops=hops,
-        num_chunks=num_chunks, num_back=num_back,
-    )  # fmt: skip
-
-
-def entering(wire: ExpertWire) -> Once:
-    """The wires of a layer whose rows enter a node once. Raises ConfigError if several nodes share an expert."""
-    grid, placement, rank = wire.comm.topology, wire.placement, wire.comm.rank
-    if grid.local_size % placement.slices:
-        raise ConfigError(
-            f"route 'once' with slices {placement.slices} on nodes of {grid.local_size} ranks: an expert must lie in "
-            "one node; nearest: route 'linear'"
-        )
-    place, first = grid.local_rank(rank), grid.rank(grid.node(rank), 0)
-    between, inside = range(place, grid.world_size, grid.local_size), range(first, first + grid.local_size)
-    nodes = ExpertPlacement(grid.num_nodes, grid.num_nodes)
-    of_node = ExpertPlacement(placement.experts // grid.num_nodes, grid.local_size, placement.slices)
-    start, far = wire.first + place * wire.step, grid.local_size * wire.step
-    outer = replace(wire, placement=nodes, members=between, first=start, step=far, room=Room())
-    exact = replace(outer, dispatch=None, combine=None, gradients=None, room=Room(), between=None)
-    inner = ExpertWire(wire.comm, of_node, inside, first=wire.first + first * wire.step, step=wire.step, seed=wire.seed)
-    return Once(outer, exact, inner)
-
-
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, options: ExpertParallel) -> None:
-    """Raise ConfigError for an optimizer that has state of whole experts, or that needs whole matrices."""
-    if options.slices > 1 and needs_whole_tensors(optimizer):
-        name = type(optimizer).__name__
-        raise ConfigError(
-            f"{name} needs whole matrices, which slices={options.slices} of experts cuts; nearest: slices=1"
-        )
-    held = {id(param) for experts in experts_of(model).values() for param in module_of(experts).parameters()}
-    if any(id(param) in held for param in optimizer.state):
-        raise ConfigError("the optimizer has taken steps with whole experts: make a new one")
-
-
-def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> ExpertPlacement:
-    """Where a model's experts lie on `world_size` ranks. Raises ConfigError that lists everything that does not fit."""
-    problems = Problems()
-    if not isinstance(options.parallel, str) and world_size % options.parallel:
-        near = nearest_divisor(options.parallel, world_size)
-        problems.messages.append(
-            f"--experts.parallel {options.parallel}: must divide the {world_size} ranks; nearest: {near}"
-        )
-    placement = None
-    with problems.collect():
-        first = next(iter(experts_of(model).values()))
-        if options.slices > 1 and not first.is_sliceable:
-            raise ConfigError(
-                f"--experts.slices {options.slices}: transformers keeps an expert's hidden units in several ranges, so "
-                "its experts lie whole on a rank; nearest: --experts.slices 1"
-            )
-        with problems.collect():
-            placement = place_experts(options, first.num_experts, first.inner if first.is_sliceable else 1)
-        problems.note(check_groups, options, first.width)
-    problems.raise_any()
-    assert placement is not None
-    return placement
-
-
-def check_groups(options: ExpertParallel, width: int) -> None:
-    """Raise ConfigError for codecs whose groups do not end at the end of a row of `width` elements."""
-    problems = Problems()
-    for name in CODED:
-        codec = options.fitted(width).codec(name)
-        if codec is not None and width % codec.block:
-            problems.messages.append(
-                f"--experts.{name} {codec}: its groups of {codec.block} must end where the rows of {width} end; "
-                f"nearest: --experts.{name} {in_groups(codec, math.gcd(width, codec.block))}"
-            )
-    problems.raise_any()

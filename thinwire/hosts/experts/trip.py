@@ -199,11 +199,14 @@ class Trip:
     def collect(self) -> Tensor:
         """The returned rows of all chunks, with the parts of sliced experts added: [n, width]."""
         slices, of_messages = self.wire.placement.slices, []
+        self._seed_of_gradients = None
         for number in range(self._num):
-            parts = self.wire.comm.wait(self._under_way.pop(number)).split(self._each_slice(self._pieces(number)))
+            came = self.wire.comm.wait(self._under_way.pop(number))
+            if self._num == slices == 1:
+                return came
+            parts = came.split(self._each_slice(self._pieces(number)))
             teams = [parts[at : at + slices] for at in range(0, len(parts), slices)]
             of_messages.append([each[0] if slices == 1 else torch.stack(each).sum(0) for each in teams])
-        self._seed_of_gradients = None
         return torch.cat([part for of_team in zip(*of_messages, strict=True) for part in of_team])
 
     def depart_again(self, grads: Tensor) -> None:

@@ -34,6 +34,8 @@ def choose_way(
     """
     seconds: dict[ExpertParallel, float] = {}
     for way in ways_of(options, placement, local_size):
+        if way.once_a_step and options.once_a_step == AUTO and rows.passes == 1:
+            continue
 
         @cache
         def one_s(num: int, is_backward: bool, way: ExpertParallel = way) -> float:
@@ -89,17 +91,19 @@ def ways_of(options: ExpertParallel, placement: ExpertPlacement, local_size: int
     Raises ConfigError where no way has a use for all that is stated.
     """
     has_hops, found, problems = 1 < local_size < placement.ranks, [], Problems()
-    for move, route in product(moves_of(placement.slices), ROUTES):
+    for move, route, once in product(moves_of(placement.slices), ROUTES, (False, True)):
         is_same = (placement.ranks == 1 and move != "tokens") or (placement.slices == 1 and move == "slices")
         fits = route == "linear" or (has_hops and (route == "2dh" or local_size % placement.slices == 0))
         is_asked = (
             options.move == move or (options.move == AUTO and not is_same),
             options.route == route or (options.route == AUTO and fits),
+            options.once_a_step in (once, AUTO),
         )
         if all(is_asked):
             with problems.collect():
                 one = 1 if options.chunks == AUTO else options.chunks
-                found.append(replace(options, move=move, route=route, chunks=one, chunks_back=back_of(options)))
+                parts = {"chunks": one, "chunks_back": back_of(options)}
+                found.append(replace(options, move=move, route=route, once_a_step=once, **parts))  # type: ignore[arg-type]
     if not found:
         problems.raise_any()
     return found
@@ -114,7 +118,16 @@ def pass_s(
     options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links, *,
     is_backward: bool,
 ) -> float:  # fmt: skip
-    """Seconds of one layer's forward or backward, simulated; see choose_way."""
+    """Seconds of one layer's forward or backward, simulated, on average over the micro-batches; see choose_way."""
+    if options.once_a_step and rows.passes > 1:
+        # Weights, or the sums of their gradients, travel in one of them.
+        each = replace(options, once_a_step=False)
+        how = part_numel, local_size, links
+        moving_s, others_s = (
+            pass_s(each, placement, replace(rows, moves=moves), *how, is_backward=is_backward)
+            for moves in (True, False)
+        )
+        return (moving_s + (rows.passes - 1) * others_s) / rows.passes
     chunks = passes(options, placement, rows, part_numel, local_size, links)[is_backward]
     # Two messages of each further chunk, and their hops, cost processors that have no time to spare.
     more_s = (len(chunks[0].there) + len(chunks[0].back)) * (len(chunks) - 1) * links.message_s

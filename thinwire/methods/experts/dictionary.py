@@ -65,7 +65,7 @@ class WayDictionary:
     goes on to be measured.
 
     Args:
-        options: in use; `move`, `route` and `chunks` say auto where they are open.
+        options: in use; `move`, `route`, `chunks` and `once_a_step` say auto where they are open.
         way: in use.
         part_numel, local_size: see `choose_way`.
         passes: layers times micro-batches of a step.
@@ -85,7 +85,8 @@ class WayDictionary:
         self.options, self.placement, self.part_numel, self.local_size = options, placement, part_numel, local_size
         self.passes, self.links = passes, links
         self.ways = every_way(options, placement, local_size)
-        self.now = self.ways.index(way)
+        self._numbers = {each: number for number, each in enumerate(self.ways)}
+        self.now = self._numbers[way]
         self.loads: dict[int, Load] = {}
         self._num_steps = 0
         # Since the links were measured.
@@ -132,7 +133,7 @@ class WayDictionary:
         bucket = round(BUCKETS_OF_TWO * math.log2(factor)) if factor > 0 else 0
         if bucket not in self.loads:
             found = choose_way(self.options, self.placement, rows, self.part_numel, self.local_size, self.links)
-            predicted = {self.ways.index(way): seconds * self.passes for way, seconds in found.items()}
+            predicted = {self._numbers[way]: each * self.passes for way, each in found.items() if way in self._numbers}
             self.loads[bucket] = Load(predicted, self._near(predicted))
         return self.loads[bucket]
 
@@ -141,9 +142,10 @@ class WayDictionary:
 
         A simulation knows the links better than what each message costs a processor.
         """
-        kinds: dict[tuple[str, str], list[int]] = {}
+        kinds: dict[tuple[str, str, object], list[int]] = {}
         for way in predicted:
-            kinds.setdefault((self.ways[way].move, self.ways[way].route), []).append(way)
+            one = self.ways[way]
+            kinds.setdefault((one.move, one.route, one.once_a_step), []).append(way)
         least = min(predicted.values())
         near = [ways for ways in kinds.values() if predicted[ways[0]] <= NEAR * least]
         whole = [way for ways in near for way in ways if self.ways[way].num_chunks == self.ways[way].num_back == 1]
@@ -162,7 +164,10 @@ class WayDictionary:
 
 
 def every_way(options: ExpertParallel, placement: ExpertPlacement, local_size: int) -> list[ExpertParallel]:
-    """All ways that the options leave open: what travels, by each route, in each number of chunks."""
+    """The ways that the options leave open: what travels, by each route, in each number of chunks.
+
+    Where they are more than a word of the step can name, backward has as many chunks as forward.
+    """
     found = []
     for way in ways_of(options, placement, local_size):
         sizes = [way.num_chunks]
@@ -172,9 +177,10 @@ def every_way(options: ExpertParallel, placement: ExpertPlacement, local_size: i
             backs = near_to(size) if options.chunks_back == AUTO and has_parts(way) else [way.num_back]
             backs = [size] if options.chunks == AUTO and options.chunks_back != AUTO else backs
             found += [replace(way, chunks=size, chunks_back=SAME if back == size else back) for back in backs]
-    return found
+    return found if len(found) < MEASURE else [way for way in found if way.num_back == way.num_chunks]
 
 
 def way_text(way: ExpertParallel) -> str:
     """A way as text: what travels, by which route, in how many chunks."""
-    return f"{way.move}, {way.route}, {chunks_text(way) or '1 chunk'}"
+    often = " once a step" if way.once_a_step else ""
+    return f"{way.move}{often}, {way.route}, {chunks_text(way) or '1 chunk'}"

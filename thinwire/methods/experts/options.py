@@ -66,10 +66,11 @@ class ExpertParallel:
     weights: str = FP32
     """Codec of weights that move, such as bf16 or int8/64:nearest; fp32: as they are. It must
     round the same way each time."""
-    once_a_step: bool = False
+    once_a_step: bool | Literal["auto"] = False
     """Gather weights that move in a step's first micro-batch alone, and send their gradients after its last.
 
-    Whole weights of all layers then stay in memory through the step, and the sum of their gradients."""
+    Whole weights of all layers then stay in memory through the step, and the sum of their gradients. auto: in `thinwire
+    train`, where that needs fewer seconds."""
     release: int | Literal["now", "auto"] = "now"
     """When gradients of all weights leave in backward. now: as they are ready; a number: that many bytes in each
     layer, while its experts compute, and the rest at the end.
@@ -148,7 +149,7 @@ class ExpertParallel:
         if self.release not in ("now", AUTO) and self.move == "experts":
             yield f"release {self.release} with move 'experts': there are no rows between which to be; nearest: 'now'"
         if self.once_a_step and not (self.move in ("experts", AUTO) or (self.moves_slices and self.slices > 1)):
-            yield f"once_a_step with move {self.move!r}: no weights travel; nearest: False"
+            yield f"once_a_step {self.once_a_step} with move {self.move!r}: no weights travel; nearest: False"
         if self.route not in ("linear", AUTO) and self.move not in ("tokens", AUTO):
             why = "it is for rows that go to all ranks"
             yield f"route {self.route!r} with move {self.move!r}: {why}; nearest: 'linear'"
@@ -156,7 +157,7 @@ class ExpertParallel:
     def check_stated(self) -> None:
         """Raise ConfigError where something is still to be chosen."""
         plain = (("parallel", 1), ("move", "tokens"), ("route", "linear"), ("chunks", 1), ("chunks_back", SAME))
-        for name, near in (*plain, ("release", "now")):
+        for name, near in (*plain, ("once_a_step", False), ("release", "now")):
             if getattr(self, name) == AUTO:
                 raise ConfigError(f"{name} {AUTO!r}: thinwire train chooses it, a library states it; nearest: {near!r}")
 

@@ -31,6 +31,7 @@ class Rows:
         top_k: experts of a token; for rows that enter a node once.
         dtype: of the rows. of_weights: dtype of the weights of a token's experts. of_experts: of experts that move.
         passes: micro-batches of a step, over which what is gathered once a step is counted.
+        moves: whether weights that move do so now; they need not in all micro-batches of a step.
     """
 
     counts: Sequence[Sequence[int]]
@@ -41,6 +42,7 @@ class Rows:
     of_weights: torch.dtype = torch.float32
     of_experts: torch.dtype = torch.float32
     passes: int = 1
+    moves: bool = True
 
     @classmethod
     def even(
@@ -97,7 +99,7 @@ def legs(
     returned: HopBytes = {}
     for source, home in product(range(placement.ranks), repeat=2):
         gathers = source // options.gathered == home // options.gathered
-        if source != home and (gathers or options.move == "experts"):
+        if source != home and rows.moves and (gathers or options.move == "experts"):
             size = part_numel // rows.width, rows.width, rows.of_experts
             moved[source, home], returned[source, home] = (
                 rows_bytes(*size, options.codec(kind)) // (rows.passes if options.once_a_step else 1)
@@ -145,9 +147,10 @@ def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, l
     outer: list[HopBytes] = [{}, {}, {}, {}]
     num_nodes, per_node = placement.ranks // local_size, placement.experts * local_size // placement.ranks
     weights = rows.top_k * rows.of_weights.itemsize
+    numbers = numbers_bytes(rows.top_k, per_node, rows.of_weights.itemsize)
     for source, node in product(range(placement.ranks), range(num_nodes)):
         home, num = node * local_size + source % local_size, rows.entering[source][node]
-        extra = [2 * 3 * NUMBER_BYTES + 2 * num * weights, 0, 0, num * weights]
+        extra = [2 * 3 * NUMBER_BYTES + num * (weights + numbers), 0, 0, num * weights]
         for way, kind, more in zip(range(4), ("dispatch", "combine", "gradients", "gradients"), extra, strict=True):
             body = rows_bytes(num, rows.width, rows.dtype, options.codec(kind)) if num else 0
             outer[way][(home, source) if way % 2 else (source, home)] = body + more
@@ -168,6 +171,16 @@ def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, l
             }
     both = zip(outer, inner, strict=True)
     return [[near, far] if way % 2 else [far, near] for way, (far, near) in enumerate(both)]
+
+
+def number_size(most: int) -> int:
+    """Bytes of a whole number of 0 to `most`."""
+    return 1 if most < 1 << 8 else 2 if most < 1 << 15 else 4
+
+
+def numbers_bytes(num: int, most: int, itemsize: int) -> int:
+    """Bytes of so many numbers of 0 to `most` in whole elements of `itemsize` bytes."""
+    return -(-num * number_size(most) // itemsize) * itemsize
 
 
 def packets(

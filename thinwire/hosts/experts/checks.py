@@ -1,0 +1,63 @@
+"""Refuses models, optimizers and codecs with which ranks can't share experts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from thinwire.errors import ConfigError, Problems, nearest_divisor
+from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
+from thinwire.methods.experts.options import CODED, in_groups
+from thinwire.models.seam import experts_of, module_of
+from thinwire.state.elementwise import needs_whole_tensors
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, options: ExpertParallel) -> None:
+    """Raise ConfigError for an optimizer that has state of whole experts, or that needs whole matrices."""
+    if options.slices > 1 and needs_whole_tensors(optimizer):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name} needs whole matrices, which slices={options.slices} of experts cuts; nearest: slices=1"
+        )
+    held = {id(param) for experts in experts_of(model).values() for param in module_of(experts).parameters()}
+    if any(id(param) in held for param in optimizer.state):
+        raise ConfigError("the optimizer has taken steps with whole experts: make a new one")
+
+
+def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) -> ExpertPlacement:
+    """Where a model's experts lie on `world_size` ranks. Raises ConfigError that lists everything that does not fit."""
+    problems = Problems()
+    if not isinstance(options.parallel, str) and world_size % options.parallel:
+        near = nearest_divisor(options.parallel, world_size)
+        problems.messages.append(
+            f"--experts.parallel {options.parallel}: must divide the {world_size} ranks; nearest: {near}"
+        )
+    placement = None
+    with problems.collect():
+        first = next(iter(experts_of(model).values()))
+        if options.slices > 1 and not first.is_sliceable:
+            raise ConfigError(
+                f"--experts.slices {options.slices}: transformers keeps an expert's hidden units in several ranges, so "
+                "its experts lie whole on a rank; nearest: --experts.slices 1"
+            )
+        with problems.collect():
+            placement = place_experts(options, first.num_experts, first.inner if first.is_sliceable else 1)
+        problems.note(check_groups, options, first.width)
+    problems.raise_any()
+    assert placement is not None
+    return placement
+
+
+def check_groups(options: ExpertParallel, width: int) -> None:
+    """Raise ConfigError for codecs whose groups do not end at the end of a row of `width` elements."""
+    problems = Problems()
+    for name in CODED:
+        codec = options.fitted(width).codec(name)
+        if codec is not None and width % codec.block:
+            problems.messages.append(
+                f"--experts.{name} {codec}: its groups of {codec.block} must end where the rows of {width} end; "
+                f"nearest: --experts.{name} {in_groups(codec, math.gcd(width, codec.block))}"
+            )
+    problems.raise_any()

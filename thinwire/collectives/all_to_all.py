@@ -153,8 +153,11 @@ def all_to_all_rows(
     result = rows.new_empty(sum(receives), rows.shape[1])
     parts = result.split(list(receives))
     staying = how if rounds_own else replace(how, codec=None)
+    # Rows that travel as they are arrive where they stay.
     room = {
-        peer: link.scratch(f"rows from {peer}", how.num_bytes(num_rows), device=rows.device)
+        peer: parts[peer].view(-1).view(torch.uint8)
+        if codec is None
+        else link.scratch(f"rows from {peer}", how.num_bytes(num_rows), device=rows.device)
         for peer, num_rows in enumerate(receives)
         if num_rows and peer != own
     }
@@ -167,6 +170,8 @@ def all_to_all_rows(
             how.unpack(packet, parts[peer])
         return result
 
+    if codec is None:
+        return result
     return (yield from link.work("decode_s", operation, unpack))
 
 

@@ -130,6 +130,16 @@ def settled_in_little_room(own: PipelineStage, num: int) -> None:
     assert row[1].startswith("always") and "no choice fits" not in row[2], row
     assert own._runner(num).plan == Pipeline(plan="1f1b", recompute="always").plan_of(4, num)
     assert not own.settle(on_meta)
+    # Last messages of sequences take memory of both sides of each border.
+    plain, part, rows = own.activations, own.part, own.on_recompute
+    options = replace(part.options, forward="int8/64:nearest", delta=True, delta_mb=1)
+    own.part, own.activations = replace(part, options=options), None
+    with patch.object(memory, "free_bytes", lambda *_: free):
+        own.settle(on_meta)
+    assert plain is not None and own.activations is not None
+    less = [before - after for before, after in zip(plain.free, own.activations.free, strict=True)]
+    assert less == pytest.approx([1e6, 2e6, 2e6, 1e6])
+    own.part, own.activations, own.on_recompute = part, plain, rows
 
 
 def trained(rank: int, name: str) -> Any:

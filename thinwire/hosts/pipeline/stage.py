@@ -35,7 +35,7 @@ from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.drift import drifted, plan_from, plan_text
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import AGREE, BACKWARD, EMBED, FORWARD, SCATTER, SCORE, TRAIN, ordered, straight
-from thinwire.methods.pipeline.recompute import AUTO, MODES, mode_of
+from thinwire.methods.pipeline.recompute import AUTO, MODES, MORE_BYTES, mode_of
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, lr_factor
 from thinwire.methods.pipeline.simulate import PipelineTimeline, peak_bytes, trace
 from thinwire.methods.pipeline.vocabulary import Own
@@ -377,12 +377,20 @@ class PipelineStage:
             arrives = None if starts else made.shape(0, largest)
             own[number] = kept_by(chunk, arrives, made.dtype, largest, is_alone=is_alone)
         num_trained = sum(param.numel() for param in made.model.parameters() if param.requires_grad)
+        last_messages = self.part.options.last_messages_bytes(self.num_stages)[self.number]
         counting = counts_forwards(self.part.chunks.values())
         found = Activations.of_all(
-            own, made.num_chunks, self.number, self.num_stages, num_trained, self.device, everyone, not counting
+            own,
+            made.num_chunks,
+            self.number,
+            self.num_stages,
+            MORE_BYTES * num_trained + last_messages,
+            self.device,
+            everyone,
+            not counting,
         )
         if self.part.vocabulary is not None:
-            found = replace(found, spread=self.part.vocabulary.kept_bytes(largest))
+            found = replace(found, spread=self.part.vocabulary.kept_bytes(largest, self.part.options.barriers))
         self.activations = found
         self.on_recompute = [self._row_on_mode(self._runner(len(batches)).plan, found)]
         return self.on_recompute

@@ -207,3 +207,37 @@ def test_tensors_of_the_cpu_wait_for_no_gpu() -> None:
     device.check_current(place)
     device.wait_for(place)
     assert device.name_of(place) == "cpu" and device.random_state()[1] is None
+
+
+@pytest.mark.parametrize(
+    ("own", "group", "files"),
+    [
+        (
+            "0::/pod/box", "pod",
+            {"memory.max": "3000", "memory.current": "2500", "memory.stat": "anon 9\ninactive_file 300"},
+        ),
+        # In a container whose own path is outside of what it sees.
+        ("0::/../box", "", {"memory.max": "3000", "memory.current": "2500", "memory.stat": "inactive_file 300"}),
+        (
+            "4:cpu,memory:/docker/box\n0::/", "memory",
+            {
+                "memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "2500",
+                "memory.stat": "inactive_file 1\ntotal_inactive_file 300",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_a_container_s_limit_counts_where_it_has_less_than_the_machine(
+    own: str, group: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "GROUPS", tmp_path)
+    monkeypatch.setattr(device, "OWN_GROUPS", tmp_path / "own")
+    cpu = torch.device("cpu")
+    assert device.free_bytes(cpu, 1) > 1e6, "not Linux"
+    (tmp_path / "own").write_text(own + "\n")
+    (tmp_path / group / "box").mkdir(parents=True)
+    (tmp_path / group / "box" / "memory.max").write_text("max\n")
+    assert device.free_bytes(cpu, 1) > 1e6, "without a limit"
+    for name, text in files.items():
+        (tmp_path / group / name).write_text(text + "\n")
+    assert device.free_bytes(cpu, 2) == 400 and Device().memory_bytes(2) == 1500

@@ -15,6 +15,36 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 
+# Where Linux keeps control groups, and in which of them this process is.
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def memory_limits() -> list[tuple[float, float]]:
+    """Of each control group with a memory limit that holds this process, such as a container: its bytes, and the free.
+
+    Pages of files that were not read lately count as free. Source: Linux's documentation of cgroup v2 and v1.
+    """
+    found: list[tuple[float, float]] = []
+    with suppress(OSError, ValueError):
+        for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines():
+            _, kinds, path = line.split(":", 2)
+            if not kinds:
+                root, names, files = GROUPS, ("memory.max", "memory.current"), "inactive_file"
+            elif "memory" in kinds.split(","):
+                root, files = GROUPS / "memory", "total_inactive_file"
+                names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            else:
+                continue
+            own = root / path.strip("/")
+            # In a container its group may be mounted as the root, whatever its path is outside.
+            for group in (each for each in (own, *own.parents) if each.is_relative_to(root)):
+                # A group without a limit has no such files, or "max" in them.
+                with suppress(OSError, ValueError):
+                    limit, used = (float((group / name).read_text(encoding="ascii")) for name in names)
+                    stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
+                    found.append((limit, limit - used + float(stat.get(files, 0))))
+    return found
+
 
 class Device:
     """The CPU."""
@@ -55,8 +85,9 @@ class Device:
         """Wait until all queued work is done."""
 
     def memory_bytes(self, num_local: int) -> float:
-        """Memory for one of the num_local processes of this machine: an equal share of the machine's."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_local
+        """Memory for one of the num_local processes of this machine: an equal share of the machine's or container's."""
+        machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return min([machine, *(limit for limit, _ in memory_limits())]) / num_local
 
     def peak_bytes(self) -> int:
         """Peak bytes of tensors in the device's memory; 0 on the CPU, whose peak is the process's RSS."""
@@ -122,13 +153,15 @@ class Cuda(Device):
 def free_bytes(device: torch.device, num_local: int) -> float:
     """Memory that one of the num_local processes of this machine may still take.
 
-    Of the machine's free memory an equal share; of a GPU, which a process has for itself, all that is free.
+    Of what is free on the machine, and in the container, an equal share; of a GPU, which a process has for itself, all
+    that is free.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) / num_local
+        machine = 1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+        return max(0.0, min([machine, *(free for _, free in memory_limits())])) / num_local
     return Device().memory_bytes(num_local)
 
 

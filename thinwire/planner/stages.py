@@ -18,11 +18,11 @@ from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.pipeline.plan import SCORE, TRAIN
 from thinwire.methods.pipeline.recompute import AUTO, MORE_BYTES
 from thinwire.methods.pipeline.simulate import SpreadCosts, peak_bytes
-from thinwire.methods.pipeline.vocabulary import NUM_SCORES, Own
+from thinwire.methods.pipeline.vocabulary import NUM_SCORES, Own, kept_elements
 from thinwire.models import Llama
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.parts import cut_parts
-from thinwire.planner.steps import Steps, beside_bytes, copies_of, last_messages_bytes, tied_bytes
+from thinwire.planner.steps import Steps, beside_bytes, copies_of, tied_bytes
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Stages:
 
     def last_messages_bytes(self, stage: int) -> float:
         """The most bytes that a rank keeps of sequences' last messages, to which `delta` sends differences."""
-        return last_messages_bytes(self.options, len(self.parts))[stage]
+        return self.options.last_messages_bytes(len(self.parts))[stage]
 
     def memory_bytes(self, stage: int, plan: MethodPlan) -> float:
         """Bytes that one rank of a stage holds: by its method's plan, plus activations and last messages."""
@@ -136,7 +136,7 @@ class Stages:
     def heaviest(self) -> set[int]:
         """The stages that may need most memory: with most parameters, and with most of what they keep."""
         numels = [sum(param.numel() for param in part.parameters()) for part in self.parts]
-        last = last_messages_bytes(self.options, len(self.parts))
+        last = self.options.last_messages_bytes(len(self.parts))
         kept = [peak + more for peak, more in zip(self.peak_bytes, last, strict=True)]
         return {numels.index(max(numels)), kept.index(max(kept))}
 
@@ -164,7 +164,7 @@ def stages_of(
     links, cores = grid.links(stages, options.across, tensor), grid.cores(stages)
     step = Steps(options, stages, costs, links)
     if options.recompute == AUTO:
-        held = map(sum, zip(map(held_bytes, parts), last_messages_bytes(options, stages), strict=True))
+        held = map(sum, zip(map(held_bytes, parts), options.last_messages_bytes(stages), strict=True))
         room = None if memory_bytes is None else [memory_bytes - each for each in held]
         options = replace(options, recompute=step.mode(num_micro_batches, room))
         step = Steps(options, stages, costs, links)
@@ -234,4 +234,5 @@ def costs_of(
     sizes_of |= {"rows": forward[0] / num_ranks, "gradient": backward[0] / num_ranks}
     products = {SCORE: 2, TRAIN: 1} if options.barriers == 1 else {SCORE: 1, TRAIN: 2}
     times = {kind: num * product_s for kind, num in products.items()}
-    return replace(costs, spread=SpreadCosts(times, sizes_of, 4.0 * (num_tokens * rows + num_elements)))
+    kept_by_head = 4.0 * kept_elements(num_tokens, rows, model.config.hidden_size, options.barriers)
+    return replace(costs, spread=SpreadCosts(times, sizes_of, kept_by_head))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal
 
 from torch import nn
@@ -95,9 +94,3 @@ def beside_bytes(costs: Costs, home: Sequence[int]) -> dict[tuple[int, int], flo
         for pair in ((home[0], home[-1]), (home[-1], home[0])):
             found[pair] = found.get(pair, 0.0) + costs.tied_bytes
     return found
-
-
-def last_messages_bytes(options: Pipeline, stages: int) -> list[float]:
-    """For each stage, the most bytes of sequences' last messages, to which `delta` sends differences."""
-    crossing = [ends for ends in pairwise(options.home(stages)) if ends[0] != ends[1]] if options.delta else []
-    return [1e6 * options.delta_mb * sum(stage in ends for ends in crossing) for stage in range(stages)]

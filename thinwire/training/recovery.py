@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.checkpoint import Saver
 from thinwire.collectives.groups import forget_groups
 from thinwire.collectives.store_gather import of_all_ranks
+from thinwire.device import RandomState, random_state, set_random_state
 from thinwire.errors import ThinwireError
 from thinwire.methods.pipeline.recover import SWAP, beyond_recovery, healthy_replica, sources
 from thinwire.report.metrics import MembershipEvent
@@ -29,20 +30,20 @@ class StepStart:
         step: number of steps taken.
         loader: position in the data.
         num_before: micro-batches that the pipeline has processed.
-        random: states of the random generators.
+        random: states of the random generators, of a GPU too.
     """
 
     step: int
     loader: dict[str, Any]
     num_before: int
-    random: Tensor
+    random: RandomState
 
     @classmethod
     def of(cls, step: int, engine: Engine) -> StepStart:
         """The start of the step after `step`."""
         pipeline = engine.stage.pipeline
         assert pipeline is not None
-        return cls(step, engine.loader.state_dict(), pipeline.num_before, torch.get_rng_state())
+        return cls(step, engine.loader.state_dict(), pipeline.num_before, random_state())
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Survivor:
         state: of its optimizer, weights included.
         weights: whole, by name, if its stage has replicas.
         norm, copies, recoveries: see PipelineStage.recover.
+        plan: see PipelineStage.plan_kept.
         lost_at: when it noticed the loss, on time.monotonic's clock.
         reporter: rank 0's.
     """
@@ -63,6 +65,7 @@ class Survivor:
     norm: float
     copies: dict[int, Tensor]
     recoveries: dict[int, int]
+    plan: dict[str, Any]
     reporter: Reporter | None
     lost_at: float = field(default_factory=time.monotonic)
 
@@ -84,7 +87,8 @@ class Survivor:
         state = optimizer.state_dict()
         has_replicas = optimizer.comm.world_size > 1
         weights = {name: value.detach().clone() for name, value in pipeline.weights.items()} if has_replicas else {}
-        return cls(start, state, weights, pipeline.norm, copies, pipeline.recoveries, reporter, lost_at)
+        plan = pipeline.plan_kept()
+        return cls(start, state, weights, pipeline.norm, copies, pipeline.recoveries, plan, reporter, lost_at)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Reunion:
         there: ranks that have kept their state.
         start: where all continue: at the step of the most advanced rank.
         norms, recoveries: see PipelineStage.recover.
+        plan: of the first of the most advanced ranks, along which all repeat the step; see PipelineStage.plan_kept.
         behind: stages that lack the last update before that, on some or all replicas.
         why_not: why the run must continue from a checkpoint; empty: it need not.
     """
@@ -108,22 +113,23 @@ class Reunion:
     start: StepStart | None
     norms: list[float]
     recoveries: dict[int, int]
+    plan: dict[str, Any]
     behind: list[int]
     why_not: str
 
     @classmethod
     def of(cls, survivor: Survivor | None, generation: int, *, replicas: int, tied: bool) -> Reunion:
         """Exchange the ranks' states. tied: see `beyond_recovery`. A collective over the default group."""
-        mine = None if survivor is None else (survivor.start, survivor.norm, survivor.recoveries)
+        mine = None if survivor is None else (survivor.start, survivor.norm, survivor.recoveries, survivor.plan)
         told = of_all_ranks(mine, "what it brings along")
         words = {rank: word for rank, word in enumerate(told) if word is not None}
         num_stages = len(told) // replicas
-        there = {rank: start for rank, (start, _, _) in words.items()}
+        there = {rank: word[0] for rank, word in words.items()}
         if not there:
-            return cls(generation, replicas, there, [], 0, None, [], {}, [], "no stage has a state")
+            return cls(generation, replicas, there, [], 0, None, [], {}, {}, [], "no stage has a state")
         left = [[rank for rank in there if rank // replicas == stage] for stage in range(num_stages)]
         lost = [stage for stage, ranks in enumerate(left) if not ranks]
-        start = max(there.values(), key=lambda one: one.step)
+        start, _, _, plan = max(words.values(), key=lambda word: word[0].step)
         norms = [words[ranks[0]][1] if ranks else 0.0 for ranks in left]
         recoveries = next(iter(words.values()))[2]
         behind = [stage for stage, ranks in enumerate(left) if any(there[rank].step < start.step for rank in ranks)]
@@ -132,7 +138,7 @@ class Reunion:
         why_not = beyond_recovery(lost, num_stages, tied=tied)
         if healthy is None and not why_not:
             why_not = f"no replica of the pipeline has all neighbours of stage {', '.join(map(str, lost))}"
-        return cls(generation, replicas, there, lost, healthy or 0, start, norms, recoveries, behind, why_not)
+        return cls(generation, replicas, there, lost, healthy or 0, start, norms, recoveries, plan, behind, why_not)
 
     @property
     def copied(self) -> dict[int, int]:
@@ -169,8 +175,9 @@ class Reunion:
         if survivor is None:
             torch.manual_seed(seed_after(start.step))
         else:
-            torch.set_rng_state(survivor.start.random)
+            set_random_state(survivor.start.random)
         pipeline.restore(start.num_before)
+        pipeline.take_plan(self.plan)
         return start.step
 
     def event(self, how: str, lost_at: float) -> MembershipEvent:

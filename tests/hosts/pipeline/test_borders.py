@@ -126,6 +126,20 @@ def test_differences_shrink_where_sequences_return_and_only_there() -> None:
     assert torch.equal((plain - x).abs().amax(1), errors[0]), "evaluation changes and uses nothing"
 
 
+def test_a_state_that_is_not_finite_is_not_kept() -> None:
+    border, plain = (Border("int4/8:nearest", "int4/8", delta_mb=1) for _ in range(2))
+    border.tokens = plain.tokens = torch.arange(3)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
+    once, twice = plain(x), plain(x)
+    # When the first sequence has not crossed before, and when it has.
+    for value, expected in ((float("nan"), once), (float("inf"), twice)):
+        spoilt = x.clone()
+        spoilt[0, 3] = value
+        assert not border(spoilt)[0].isfinite().any()
+        found = border(x)
+        assert torch.equal(found[0], expected[0]) and found.isfinite().all()
+
+
 def test_a_token_is_not_touched_by_its_neighbours() -> None:
     crossing = Crossing("int4/4")
     x = torch.randn(5, 8)

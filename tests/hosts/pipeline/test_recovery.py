@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.hosts.pipeline.test_stage import adamw, batches
 from tests.workers import HANG_S, run_workers
 from thinwire.collectives import Mailbox, Topology
 from thinwire.collectives.store_gather import of_all_ranks
+from thinwire.device import random_state
 from thinwire.hosts.pipeline.recovery import EndCopies, Holdings, packed
 from thinwire.methods.pipeline.recover import between
 from thinwire.models import build_model
@@ -204,16 +206,17 @@ def _replicas(rank: int, world_size: int) -> dict[str, Any]:
         train(stage, range(2))
         pipeline, before = stage.pipeline, weights_of(stage)
         norm, whole = pipeline.norm, {name: value.detach().clone() for name, value in pipeline.weights.items()}
-        start = StepStart(2, {}, pipeline.num_before, torch.get_rng_state())
+        start = StepStart(2, {}, pipeline.num_before, random_state())
         state, copies = stage.optimizer.state_dict(), pipeline.rescue()
         stage.close()
-        survivor = None if rank in lost else Survivor(start, state, whole, norm, copies, {}, None)
+        survivor = None if rank in lost else Survivor(start, state, whole, norm, copies, {}, {"of": rank}, None)
         again, loader = built(method), SimpleNamespace(load_state_dict=lambda state: None)
         engine: Any = SimpleNamespace(stage=again, optimizer=again.optimizer, loader=loader)
         reunion = Reunion.of(survivor, 1, replicas=REPLICAS, tied=False)
         reunion.restore(survivor, engine, lambda step: step)
         after, moments = weights_of(again), len(again.optimizer.state_dict()["numbers"]["scalars"])
         event, lr = reunion.event("average", 0.0), again.lr_factor
+        assert reunion.plan == {"of": 0}, "all take the paths of one rank"
         train(again, range(2, 4))
         found[name] = {
             "before": before, "after": after, "norm": norm, "moments": moments, "lr": lr, "how": event.how,
@@ -243,6 +246,27 @@ def test_a_live_replica_is_copied_bit_for_bit_and_only_whole_stages_are_averaged
     assert told[0]["replica"]["how"] == "replica 1 of stage 1 is a copy of replica 0"
     both = "stage 1 is the average of 0 and 2; replica 0 of stage 2 is a copy of replica 1"
     assert told[0]["both"]["how"] == both and list(told[0]["both"]["lost"]) == [1, 2]
+
+
+def test_a_survivor_goes_on_along_the_same_paths_and_draws_as_before_on_a_gpu_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn, engine = torch.arange(16, dtype=torch.uint8), MagicMock()
+    restored: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: drawn)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
+    engine.stage.pipeline.plan_kept.return_value = {"4": "paths"}
+    monkeypatch.setattr("thinwire.training.recovery.forget_groups", lambda: None)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+    engine.optimizer.steps, engine.optimizer.comm.world_size = 3, 1
+    survivor = Survivor.of(StepStart.of(3, engine), engine, MagicMock(), None)
+    monkeypatch.setattr("thinwire.training.recovery.of_all_ranks", lambda mine, what: [None, mine, mine])
+    reunion = Reunion.of(survivor, 1, replicas=1, tied=False)
+    assert reunion.lost == [0] and not reunion.why_not
+    assert reunion.restore(survivor, engine, lambda step: step) == 3
+    assert len(restored) == 1 and torch.equal(restored[0], drawn)
+    engine.stage.pipeline.take_plan.assert_called_once_with({"4": "paths"})
 
 
 def _cut_off(rank: int, world_size: int) -> dict[int, list[float]]:

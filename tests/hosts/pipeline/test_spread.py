@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,9 +18,9 @@ from tests.workers import run_workers
 from thinwire._compat import flattened
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.stage import PipelineStage, take_part
-from thinwire.hosts.pipeline.vocabulary import spread_rows
+from thinwire.hosts.pipeline.vocabulary import HeadPass, SpreadRows, SpreadVocabulary, VocabularyRows, spread_rows
 from thinwire.hosts.ranks import Axis, open_ranks
-from thinwire.methods.pipeline import cut, in_flight, token_shares
+from thinwire.methods.pipeline import Plan, cut, in_flight, token_shares
 from thinwire.methods.pipeline.vocabulary import Own
 from thinwire.models import build_model
 from thinwire.models.hf import HFCausalLM
@@ -94,6 +96,26 @@ def gradients(rank: int, name: str) -> Any:
     return told
 
 
+def formula(plan: Plan, kind: str, given: list[tuple[Tensor, Tensor]]) -> list[int]:
+    """Bytes that each rank sends in a step, in fp64: of N tokens and width h, with n of the tokens in a rank's rows.
+
+    Borders N h each way; the head's input (p - 1) N h from the last layer's rank, a part of its gradient N h from each
+    other; 3 (p - 1) N scores from each; n h rows from each to the first layer's rank, and their gradients back.
+    """
+    p, h, (first, last) = plan.num_ranks, 16, (plan.home[0], plan.home[-1])
+    rows = 2 * math.ceil((9 if kind == "few" else 61) / (2 * p))
+    found = [0] * p
+    for tokens, _ in given:
+        num, here = tokens.numel(), [int((tokens // rows == rank).sum()) for rank in range(p)]
+        for source, target in pairwise(plan.home):
+            for rank in {source, target} if source != target else ():
+                found[rank] += num * h
+        for rank in range(p):
+            found[rank] += 3 * (p - 1) * num + h * ((p - 1) * num if rank == last else num)
+            found[rank] += h * (num - here[rank] if rank == first else here[rank])
+    return [8 * each for each in found]
+
+
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     return {name: gradients(rank, name) for name in GRADIENTS}
 
@@ -138,9 +160,31 @@ def test_gradients_and_forwards_are_those_of_one_process(name: str, ranks: list[
             assert loss_here == pytest.approx(loss.item(), rel=1e-6)
             assert forward_here[0] == pytest.approx(forward, abs=1e-12)
             assert abs(forward_here[1] - logits.numpy()).max() <= 1e-12
-            assert sent == promised
+            assert sent == promised == formula(plan, kind, given)[rank]
             if options.get("plan") == "1f1b":
                 assert in_flight(plan)[rank] <= stages - rank + plan.barriers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_what_a_head_keeps_until_its_gradient_is_what_is_counted(barriers: int, dtype: torch.dtype) -> None:
+    own = Own.of(0, 4, 61)
+    rows = VocabularyRows(nn.Parameter(torch.randn(own.size, 16, dtype=dtype)))
+    vocabulary = SpreadVocabulary(
+        rows, rows, SpreadRows(own, {}), rank=0, num_ranks=4, features=16, padding=None
+    )  # fmt: skip
+    batch = batches(0, 1)[0]
+    head = HeadPass(vocabulary, batch, 1.0, barriers)
+    told = head.score(torch.randn(*batch[0].shape, 16, dtype=dtype))
+
+    def kept() -> int:
+        tensors = [head.x, *vars(head._found).values(), *(vars(head._agreed).values() if head._agreed else ())]
+        return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+
+    assert kept() == vocabulary.kept_bytes(batch, barriers) + told.nbytes
+    head.agree([told] * 4)
+    # Behind C no more than with two barriers, but for a few numbers of each token.
+    assert kept() <= vocabulary.kept_bytes(batch, 2) + 2 * told.nbytes
 
 
 class Scaled(nn.Embedding):

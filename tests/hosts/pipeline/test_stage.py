@@ -130,6 +130,16 @@ def settled_in_little_room(own: PipelineStage, num: int) -> None:
     assert row[1].startswith("always") and "no choice fits" not in row[2], row
     assert own._runner(num).plan == Pipeline(plan="1f1b", recompute="always").plan_of(4, num)
     assert not own.settle(on_meta)
+    # Last messages of sequences take memory of both sides of each border.
+    plain, part, rows = own.activations, own.part, own.on_recompute
+    options = replace(part.options, forward="int8/64:nearest", delta=True, delta_mb=1)
+    own.part, own.activations = replace(part, options=options), None
+    with patch.object(memory, "free_bytes", lambda *_: free):
+        own.settle(on_meta)
+    assert plain is not None and own.activations is not None
+    less = [before - after for before, after in zip(plain.free, own.activations.free, strict=True)]
+    assert less == pytest.approx([1e6, 2e6, 2e6, 1e6])
+    own.part, own.activations, own.on_recompute = part, plain, rows
 
 
 def trained(rank: int, name: str) -> Any:
@@ -207,12 +217,40 @@ def replanned(rank: int) -> Any:
             stage.forward_backward(batches(step, 6))
             stage.step(0.5)
             found.append((own._runner(6).plan, own.network, own.why_planned))
-    ((number, kept),) = own.plan_kept().items()
+    kept = json.loads(json.dumps(own.plan_kept()))
     # Links are free of gradients while they are measured.
     assert order == ["gradients", *["links", "gradients", "gradients"] * 2, "links", "gradients"]
-    assert number == "6" and plan_from(json.loads(json.dumps(kept))) == (found[-1][0], slow)
+    assert list(kept) == ["6"] and plan_from(kept["6"]) == (found[-1][0], slow)
+    # A step of another number of micro-batches has a plan for these links too, though none has drifted.
+    other = patch.multiple(stage_module, MEASURED_EVERY=1, measured_links=lambda *_, all_pairs: slow)
+    with other:
+        stage.forward_backward(batches(6, 4))
+        stage.step(0.5)
+    assert not own.why_planned and own.network == slow and list(own.plan_kept()) == ["4", "6"]
+    assert own._runner(4).plan != own._plan_of(4)
+    checked_taken(own, kept, slow)
     stage.close()
     return found
+
+
+def checked_taken(own: PipelineStage, kept: dict[str, Any], links: Network) -> None:
+    """A resumed run goes on along paths that were made for what it asks for, and along no others."""
+    part = own.part
+
+    def taken(**options: Any) -> tuple[str, bool, bool]:
+        own.part, own.network = replace(part, options=replace(part.options, **options)), None
+        own._runners.clear()
+        own._fitted.clear()
+        told = own.take_plan(kept)
+        return told, own.network == links, own._runner(6).plan == plan_from(kept["6"])[0]
+
+    assert taken() == ("taken over for steps of 6 micro-batches, until links drift", True, True)
+    said = "dropped: they were made for skip 0.25, recompute never, and this run has skip 0.5, recompute always"
+    assert taken(skip=0.5, recompute="always") == (said, False, False)
+    told, *is_taken = taken(in_flight=2)
+    assert told == "dropped: they were made for in_flight None, and this run has in_flight 2" and not any(is_taken)
+    assert taken(skip=0.0)[0] == "dropped: no stage is skipped now"
+    own.part = part
 
 
 def unvisited(rank: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,8 +24,10 @@ from thinwire.methods.pipeline import (
     recompute,
     simulate,
 )
+from thinwire.methods.pipeline.drift import plan_from, plan_text
 from thinwire.methods.pipeline.orders import from_torch
 from thinwire.methods.pipeline.recompute import fastest_within, mode_of
+from thinwire.methods.pipeline.simulate import PipelineClock
 
 
 def even(made: Plan, **costs: float) -> Costs:
@@ -218,6 +221,31 @@ def test_fitted_takes_halves_chunks_that_share_a_rank_and_paths_of_their_own() -
     check(skipping)
     with pytest.raises(ConfigError, match="in_flight 0"):
         fitted(range(2), [range(2)], Costs.even(2), in_flight=0)
+
+
+def test_making_a_fitted_plan_takes_as_long_for_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = [0]
+    can_start = PipelineClock.can_start
+
+    def counted(clock: PipelineClock, action: Action) -> bool:
+        looked[0] += 1
+        return can_start(clock, action)
+
+    monkeypatch.setattr(PipelineClock, "can_start", counted)
+    for barriers in (0, 1):
+        numbers = []
+        for num in (64, 128):
+            looked[0] = 0
+            fitted(range(4), [range(4)] * num, HELD, SLOW, barriers=barriers)
+            numbers.append(looked[0])
+        assert numbers[1] < 2.2 * numbers[0]
+
+
+def test_a_plan_is_the_same_as_text() -> None:
+    bridged = replace(plan("1f1b", 4, 3), bridges=((0, 2), (1, 3)))
+    others = (Pipeline(head="spread", barriers=2), Pipeline(recompute="always"))
+    for made in (bridged, *(options.plan_of(4, 3) for options in others)):
+        assert plan_from(json.loads(json.dumps(plan_text(made, SLOW)))) == (made, SLOW)
 
 
 def test_fitted_says_when_ranks_would_wait_for_each_other() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
-from thinwire.methods.pipeline import Costs, Pipeline, check, simulate
+from thinwire.methods.pipeline import Costs, Pipeline, Plan, check, simulate
 from thinwire.methods.pipeline.conflicts import Busy, Forbidden, _either, _root, _search, found_paths, shortest
 from thinwire.methods.pipeline.ground import Ground, problem_of
 from thinwire.methods.pipeline.skip import full_paths, path_length, planned_paths, random_paths, skipping, waves
@@ -150,6 +150,42 @@ def test_skipping_nothing_is_the_pipeline_and_skipping_a_third_a_third_less_work
         * 3
         / 4
     )
+
+
+def most_begun(made: Plan) -> list[int]:
+    """For each rank, the most micro-batches at once that it has begun and not finished."""
+    found = []
+    for order in made.orders:
+        begun, peak = Counter[int](), 0
+        left = Counter(action.micro_batch for action in order if action.kind == "B")
+        for action in order:
+            if action.kind == "F":
+                begun[action.micro_batch] += 1
+                peak = max(peak, len(begun))
+            else:
+                left[action.micro_batch] -= 1
+                if not left[action.micro_batch]:
+                    del begun[action.micro_batch]
+        found.append(peak)
+    return found
+
+
+def test_no_more_are_in_flight_than_was_stated() -> None:
+    for num in (1, 2):
+        made = skipping(4, 12, 0.25, in_flight=num)
+        check(made)
+        assert max(most_begun(made)) == num
+    # Each of the two nodes behind the starts is full of what the other must take.
+    ground, paths = world(1, [2, 1, 1]), [(0, 2, 3), (1, 3, 2)]
+    assert max(most_begun(ground.plan_of(paths))) == 2
+    with pytest.raises(ConfigError, match=r"in_flight 1 is too few for these paths: .*; nearest that may do: 2"):
+        ground.plan_of(paths, 1)
+
+
+def test_paths_are_the_fastest_with_as_many_in_flight() -> None:
+    ground = world(0, [1, 1, 1, 1], None)
+    few, many = (planned_paths(ground, 6, 3, 12, in_flight=num) for num in (2, None))
+    assert few != many and ground.makespan_s(few, 2) < 0.9 * ground.makespan_s(many, 2)
 
 
 def test_planned_paths_beat_random_ones_and_these_the_whole_pipeline() -> None:

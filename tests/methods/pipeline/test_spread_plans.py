@@ -32,7 +32,9 @@ def test_each_barrier_is_one_micro_batch_in_flight(barriers: int, num_ranks: int
         half = SPREAD_ORDERS["v-half"](num_ranks, num, barriers)
         # 1F1B would hold 2 p of these chunks.
         check(half, Limits(num_ranks + 2 * barriers + 2))
-    assert in_flight(made)[0] == num_ranks + barriers and max(in_flight(half)) >= num_ranks
+    assert in_flight(made)[0] == num_ranks + barriers
+    # All ranks hold as much.
+    assert max(in_flight(half)) - min(in_flight(half)) <= 1
 
 
 # As long as if every stage took its share of the head: 118, 131 and 168; the dossier's simulation of the last stage's.

@@ -16,7 +16,6 @@ from thinwire.collectives import Communicator
 from thinwire.device import free_bytes, random_state, set_random_state
 from thinwire.hosts.offload.activations import kept_bytes
 from thinwire.methods.pipeline import Costs
-from thinwire.methods.pipeline.recompute import MORE_BYTES
 
 # Of the memory that is free, what activations may take; tensors that are no activations need some for a moment.
 USED = 0.9
@@ -42,15 +41,15 @@ class Activations:
     @classmethod
     def of_all(
         cls, own: Mapping[int, tuple[float, float]], num_chunks: int, stage: int, num_stages: int,
-        num_trained: int, device: torch.device, everyone: Communicator, can_recompute: bool,
+        more_bytes: float, device: torch.device, everyone: Communicator, can_recompute: bool,
     ) -> Activations:  # fmt: skip
         """What all ranks say of their stages; equal on all of them. A collective over `everyone`.
 
-        own: by chunk of this rank, kept and input bytes. num_trained: elements of this rank's trained parameters, whose
-        gradients and moments are still to come. can_recompute: without it nothing is limited.
+        own: by chunk of this rank, kept and input bytes. more_bytes: of this rank, for what is no activation and still
+        to come. can_recompute: without it nothing is limited.
         """
         marks = everyone.wait(everyone.all_gather_exact(torch.tensor([machine_mark()]))).flatten().tolist()
-        free = USED * free_bytes(device, marks.count(machine_mark())) - MORE_BYTES * num_trained
+        free = USED * free_bytes(device, marks.count(machine_mark())) - more_bytes
         told = torch.zeros(2 + 2 * num_chunks, dtype=torch.float64)
         told[:2] = torch.tensor([stage, free if can_recompute else torch.inf])
         for chunk, sizes in own.items():

@@ -35,7 +35,7 @@ from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.drift import drifted, plan_from, plan_text
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import AGREE, BACKWARD, EMBED, FORWARD, SCATTER, SCORE, TRAIN, ordered, straight
-from thinwire.methods.pipeline.recompute import AUTO, MODES, mode_of
+from thinwire.methods.pipeline.recompute import AUTO, MODES, MORE_BYTES, mode_of
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, lr_factor
 from thinwire.methods.pipeline.simulate import PipelineTimeline, peak_bytes, trace
 from thinwire.methods.pipeline.vocabulary import Own
@@ -266,6 +266,8 @@ class PipelineStage:
         self.crossing = part.options.crossing(seed)
         self.tied = TiedWeights(self.mailbox, part.tied, () if tensor is None else tensor.parts)
         self._runners: dict[int, Runner] = {}
+        # For which numbers of micro-batches they were made for measurements.
+        self._fitted: set[int] = set()
         # Where recompute is "auto": what activations take and may take, known with the first micro-batches.
         self.activations: Activations | None = None
         # Rows on it.
@@ -375,12 +377,20 @@ class PipelineStage:
             arrives = None if starts else made.shape(0, largest)
             own[number] = kept_by(chunk, arrives, made.dtype, largest, is_alone=is_alone)
         num_trained = sum(param.numel() for param in made.model.parameters() if param.requires_grad)
+        last_messages = self.part.options.last_messages_bytes(self.num_stages)[self.number]
         counting = counts_forwards(self.part.chunks.values())
         found = Activations.of_all(
-            own, made.num_chunks, self.number, self.num_stages, num_trained, self.device, everyone, not counting
+            own,
+            made.num_chunks,
+            self.number,
+            self.num_stages,
+            MORE_BYTES * num_trained + last_messages,
+            self.device,
+            everyone,
+            not counting,
         )
         if self.part.vocabulary is not None:
-            found = replace(found, spread=self.part.vocabulary.kept_bytes(largest))
+            found = replace(found, spread=self.part.vocabulary.kept_bytes(largest, self.part.options.barriers))
         self.activations = found
         self.on_recompute = [self._row_on_mode(self._runner(len(batches)).plan, found)]
         return self.on_recompute
@@ -447,6 +457,7 @@ class PipelineStage:
             own = [n for n, ends in enumerate(pairwise(home)) if ends[0] != ends[1] and self.comm.rank in ends]
             self.last = {border: LastMessages(1e6 * options.delta_mb) for border in own}
             self._runners.clear()
+            self._fitted.clear()
 
     def keep_copies(self) -> None:
         """After an update, start to send the neighbours their copies of this stage.
@@ -638,8 +649,11 @@ class PipelineStage:
         if self.network is not None:
             self.why_planned = drifted(self.network, network, simulate(plan, costs, self.network))
         if self.network is None or self.why_planned:
-            plan, self.network = self._plan_of(num, costs, network), network
+            self.network, self._fitted = network, set()
+        if num not in self._fitted:
+            plan = self._plan_of(num, costs, self.network)
             self._runners[num] = self._running(plan)
+            self._fitted.add(num)
         elif self.prediction is not None:
             return
         found, mode = simulate(plan, costs, self.network), ""
@@ -656,22 +670,37 @@ class PipelineStage:
         copies = tuple((rank, keeper_of(rank, self.num_stages), share(num)) for rank, num in enumerate(ends) if num)
         return replace(costs, tied_bytes=share(holdings.num_bytes(holdings.tied)), copies=copies)
 
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """The options by which a plan with paths of its own is made."""
+        options = self.part.options
+        return {"skip": options.skip, "in_flight": options.in_flight, "recompute": options.recompute}
+
     def plan_kept(self) -> dict[str, Any]:
-        """The plan on which bits depend, since it was made for measured links, as JSON can hold it; empty: none."""
+        """The plans on which bits depend, since they were made for measured links, as JSON can hold them."""
         if not self.part.options.skip or self.network is None:
             return {}
-        return {str(num): plan_text(runner.plan, self.network) for num, runner in self._runners.items()}
+        plans = {num: self._runners[num].plan for num in sorted(self._fitted)}
+        return {str(num): plan_text(plan, self.network) | {"asked": self._asked} for num, plan in plans.items()}
 
     def take_plan(self, kept: Mapping[str, Any]) -> str:
-        """Go on with the plans of `plan_kept`; what became of them, in words; empty: there were none for this run."""
-        if not kept or not self.part.options.skip:
+        """Go on with the plans of `plan_kept`; what became of them, in words; empty: there were none."""
+        if not kept:
             return ""
+        if not self.part.options.skip:
+            return "dropped: no stage is skipped now"
         plans = {int(num): plan_from(text) for num, text in kept.items()}
+        if any(plan.home != self.part.made.home for plan, _ in plans.values()):
+            return "dropped: they are of other stages"
+        # A checkpoint of an older version does not say what was asked for.
+        before, now = next(iter(kept.values())).get("asked", self._asked), self._asked
+        if changed := [name for name in now if before[name] != now[name]]:
+            was, has = (", ".join(f"{name} {asked[name]}" for name in changed) for asked in (before, now))
+            return f"dropped: they were made for {was}, and this run has {has}"
         for num, (plan, network) in plans.items():
-            if plan.home != self.part.made.home:
-                return "they are of other stages"
             self._runners[num], self.network = self._running(plan), network
-        return "taken over, until links drift"
+        self._fitted = set(plans)
+        return f"taken over for steps of {' or '.join(map(str, plans))} micro-batches, until links drift"
 
     def _of_first(self, value: Any) -> Any:
         """The first rank's result, for all on its tensor axis, which must run actions in one order.

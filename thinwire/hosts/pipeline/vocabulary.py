@@ -21,8 +21,10 @@ from thinwire.methods.pipeline.vocabulary import (
     agree,
     embedded_gradient,
     gradients,
+    kept_elements,
     logits_of,
     scores,
+    wide,
 )
 from thinwire.optim.sums import SummingOptimizer
 from thinwire.state.elementwise import needs_whole_tensors
@@ -141,9 +143,10 @@ class SpreadVocabulary:
         has_loss = micro_batch[1] is not None
         return micro_batch[0].numel() * (NUM_SCORES * has_loss if kind == "scores" else self.features)
 
-    def kept_bytes(self, micro_batch: TokenBatch) -> float:
-        """Bytes kept from S to T: probabilities of this rank's rows, and the hidden states."""
-        return 4.0 * micro_batch[0].numel() * (self.rows.own.size + self.features)
+    def kept_bytes(self, micro_batch: TokenBatch, barriers: int) -> float:
+        """The most bytes kept between S and T, see `kept_elements`."""
+        num = kept_elements(micro_batch[0].numel(), self.rows.own.size, self.features, barriers)
+        return float(wide(self.head.weight.dtype).itemsize * num)
 
     def embed(self, micro_batch: TokenBatch) -> Tensor:
         """[n, h]: the embeddings of the tokens whose rows are here, in the tokens' order."""
@@ -235,10 +238,10 @@ class HeadPass:
         assert self._found is not None
         stacked = torch.stack([each.view(NUM_SCORES, -1) for each in told])
         by_token = self.token_gradients.to(stacked.dtype)
-        self._agreed = agree(self._found, stacked, self.vocabulary.rank, by_token)
-        # What C has used is not kept until T.
-        self._found = replace(self._found, expected=None, aimed=None)
-        return (self._agreed.loss * by_token).sum(), self._shaped(self._agreed.part)
+        agreed = agree(self._found, stacked, self.vocabulary.rank, by_token)
+        # What C has used or given is not kept until T.
+        self._found, self._agreed = replace(self._found, expected=None, aimed=None), replace(agreed, part=None)
+        return (agreed.loss * by_token).sum(), self._shaped(agreed.part)
 
     @torch.no_grad()
     def train(self) -> Tensor | None:

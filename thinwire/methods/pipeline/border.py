@@ -89,6 +89,8 @@ class LastMessages:
     converges: m_s = m_s + C(x - m_s), with m_s = 0 for a new sequence. Source: Wang et al., "Fine-tuning Language
     Models over Slow Networks using Activation Compression with Guarantees" (NeurIPS 2022).
 
+    A state that is not finite is not kept, or each later difference to it would be NaN.
+
     num_bytes: largest memory. The first sequences that fit are kept; for others the whole hidden state crosses.
     """
 
@@ -106,7 +108,10 @@ class LastMessages:
         """See Crossing.unpack, forward. Both sides call it once for each packet."""
         before = self._before(keys, shape, dtype, packet.device)
         crossed = before + crossing.unpack("forward", packet, shape, dtype)
-        for key, value in zip(keys, crossed, strict=True):
+        sound = crossed.flatten(1).isfinite().all(1).tolist()
+        for key, value, is_sound in zip(keys, crossed, sound, strict=True):
+            if not is_sound:
+                continue
             if key in self._held:
                 self._held[key].copy_(value)
             elif value.nbytes <= self._room:

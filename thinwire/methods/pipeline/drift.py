@@ -42,6 +42,8 @@ def plan_text(plan: Plan, network: Network) -> dict[str, Any]:
         "home": plan.home,
         "paths": plan.paths,
         "orders": orders,
+        "barriers": plan.barriers,
+        "bridges": plan.bridges,
         "links": [network.nodes, network.rates, network.delays_s, network.burst_s],
     }
 
@@ -51,7 +53,8 @@ def plan_from(text: Mapping[str, Any]) -> tuple[Plan, Network]:
     nodes, rates, delays_s, burst_s = text["links"]
     orders = tuple(tuple(map(_action, order)) for order in text["orders"])
     links = Network(tuple(nodes), _rows(rates), _rows(delays_s), burst_s)
-    return Plan(tuple(text["home"]), _rows(text["paths"]), orders), links
+    barriers, bridges = text.get("barriers", 0), [(source, target) for source, target in text.get("bridges", ())]
+    return Plan(tuple(text["home"]), _rows(text["paths"]), orders, barriers, tuple(bridges)), links
 
 
 def _action(text: str) -> Action:

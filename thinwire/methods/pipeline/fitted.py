@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
@@ -56,7 +58,7 @@ def fitted(
         raise ConfigError(f"in_flight {min(most)}: must be at least 1")
     scheduler = _Scheduler(home, paths, most, halves, barriers)
     timeline = PipelineClock(home, paths, num_ranks, costs, network, barriers=barriers).run(scheduler.choose)
-    if any(scheduler.waiting):
+    if scheduler.num_left:
         raise ConfigError(
             f"in_flight {min(most)} is too few for these paths: ranks that have begun so many micro-batches wait for "
             f"each other for ever; nearest that may do: {min(most) + 1}"
@@ -65,46 +67,48 @@ def fitted(
 
 
 class _Scheduler:
-    """The remaining actions of each rank, most urgent first, and the micro-batches it has begun but not finished."""
+    """For each rank the actions that others have opened, most urgent first, and what it has begun but not finished.
+
+    An action is opened when the one that it follows has begun: before, it can't start. So few are looked at.
+    """
 
     def __init__(
         self, home: Sequence[int], paths: Sequence[Sequence[int]], most: Sequence[int], halves: bool, barriers: int
     ) -> None:
-        self.most, self.paths = most, paths
-        kinds = (FORWARD, INPUT, WEIGHT) if halves else (FORWARD, BACKWARD)
-        self.ends = WEIGHT if halves else BACKWARD
-        hops = {Visit(chunk, number): hop for number, path in enumerate(paths) for hop, chunk in enumerate(path)}
-        num_ranks = max(home) + 1
-        visits = [[visit for visit in hops if home[visit.chunk] == rank] for rank in range(num_ranks)]
-        spread = SPREAD_KINDS if barriers else ()
-        self.waiting = [
-            sorted(
-                [
-                    *(Action(kind, *visit) for visit in of_rank for kind in kinds),
-                    *(Action(kind, rank, number) for number in range(len(paths)) for kind in spread),
-                ],
-                key=lambda action: (URGENCY[action.kind], action.micro_batch, -hops.get(action.visit, 0), action.kind),
-            )
-            for rank, of_rank in enumerate(visits)
-        ]
-        self.left = [_count(visit.micro_batch for visit in of_rank) for of_rank in visits]
-        self.begun: list[set[int]] = [set() for _ in visits]
+        self.home, self.paths, self.most = home, paths, most
+        self.backward, self.ends = (INPUT, WEIGHT) if halves else (BACKWARD, BACKWARD)
+        self.hops = {Visit(chunk, number): hop for number, path in enumerate(paths) for hop, chunk in enumerate(path)}
+        ranks = range(max(home) + 1)
+        # Ranks with rows of embedding and head.
+        self.spread = ranks if barriers else range(0)
+        self.left = [_count(visit.micro_batch for visit in self.hops if home[visit.chunk] == rank) for rank in ranks]
+        self.num_left = (3 if halves else 2) * len(self.hops) + len(SPREAD_KINDS) * len(self.spread) * len(paths)
+        self.begun: list[set[int]] = [set() for _ in ranks]
+        self.open: list[list[Action]] = [[] for _ in ranks]
+        # Of micro-batches that begin on a rank the later ones can start no sooner.
+        first = [Action(FORWARD, path[0], number) for number, path in enumerate(paths) if path]
+        self.first = [iter([action for action in first if home[action.chunk] == rank]) for rank in ranks]
+        for rank in ranks:
+            self._open(islice(self.first[rank], 1))
+        self._open(Action(EMBED, rank, 0) for rank in self.spread if paths)
 
     def choose(self, rank: int, clock: PipelineClock) -> Action | None:
         """The most urgent action that can start now."""
         begun = self.begun[rank]
-        for action in self.waiting[rank]:
+        for place, action in enumerate(self.open[rank]):
             is_full = action.kind == FORWARD and action.micro_batch not in begun and len(begun) == self.most[rank]
             ahead = action.micro_batch - EMBEDDED
             if action.kind == EMBED and ahead >= 0:
                 is_full = Action(FORWARD, self.paths[ahead][0], ahead) not in clock.done
             if not is_full and clock.can_start(action):
+                del self.open[rank][place]
                 self._note(rank, action)
                 return action
         return None
 
     def _note(self, rank: int, action: Action) -> None:
-        self.waiting[rank].remove(action)
+        self.num_left -= 1
+        self._open(self._opened_by(rank, action))
         if action.kind in SPREAD_KINDS:
             return
         self.begun[rank].add(action.micro_batch)
@@ -112,6 +116,38 @@ class _Scheduler:
             self.left[rank][action.micro_batch] -= 1
             if self.left[rank][action.micro_batch] == 0:
                 self.begun[rank].discard(action.micro_batch)
+
+    def _open(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            rank = action.chunk if action.kind in SPREAD_KINDS else self.home[action.chunk]
+            insort(self.open[rank], action, key=self._urgency)
+
+    def _urgency(self, action: Action) -> tuple[int, int, int, str]:
+        return URGENCY[action.kind], action.micro_batch, -self.hops.get(action.visit, 0), action.kind
+
+    def _opened_by(self, rank: int, action: Action) -> Iterator[Action]:
+        """The actions that follow one on its micro-batch's way, and the next micro-batch's where one begins."""
+        kind, visit, number = action.kind, action.visit, action.micro_batch
+        path, hop = self.paths[number], self.hops.get(visit, 0)
+        if kind == FORWARD:
+            if not hop:
+                yield from islice(self.first[rank], 1)
+            if hop + 1 < len(path):
+                yield Action(FORWARD, path[hop + 1], number)
+            else:
+                yield Action(self.backward, *visit)
+                yield from (Action(SCORE, other, number) for other in self.spread)
+        elif kind == self.backward:
+            if hop:
+                yield Action(self.backward, path[hop - 1], number)
+            else:
+                yield from (Action(SCATTER, other, number) for other in self.spread)
+            if kind != self.ends:
+                yield Action(self.ends, *visit)
+        elif kind == EMBED and number + 1 < len(self.paths):
+            yield Action(EMBED, rank, number + 1)
+        elif kind in (SCORE, AGREE):
+            yield Action(AGREE if kind == SCORE else TRAIN, *visit)
 
 
 def _count(numbers: Iterable[int]) -> dict[int, int]:

@@ -105,18 +105,21 @@ class Ground:
         return self.network.delays_s[source][target] + num_bytes / self.network.rates[source][target]
 
     def plan_of(self, paths: Sequence[Sequence[int]], in_flight: int | None = None) -> Plan:
-        """The plan of micro-batches that visit these nodes and then their start's head."""
+        """The plan of micro-batches that visit these nodes and then their start's head.
+
+        in_flight: see `fitted`; None: twice the number of nodes, or as many more as paths that cross need.
+        """
         whole = [(*path, self.head(path[0])) for path in paths]
-        most = in_flight or 2 * len(self.stages)
+        most = 2 * len(self.stages) if in_flight is None else in_flight
         while True:
             try:
                 return fitted(self.home, whole, self.costs, self.network, in_flight=most)
             except ConfigError:
                 # Paths that cross may wait for each other: the fewest that let all go on.
-                if most >= len(paths):
+                if in_flight is not None or most >= len(paths):
                     raise
                 most += 1
 
-    def makespan_s(self, paths: Sequence[Sequence[int]]) -> float:
+    def makespan_s(self, paths: Sequence[Sequence[int]], in_flight: int | None = None) -> float:
         """Seconds of a step in which micro-batches visit these nodes, by `simulate`."""
-        return simulate(self.plan_of(paths), self.costs, self.network).makespan_s
+        return simulate(self.plan_of(paths, in_flight), self.costs, self.network).makespan_s

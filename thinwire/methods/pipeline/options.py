@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from thinwire.codecs import Codec
@@ -191,6 +192,11 @@ class Pipeline:
         if self.recover == SWAP:
             return (0, *layers, 0)
         return (*layers, 0) if self.head == "first" else tuple(layers)
+
+    def last_messages_bytes(self, stages: int) -> list[float]:
+        """For each stage, the most bytes of sequences' last messages, to which `delta` sends differences."""
+        crossing = [ends for ends in pairwise(self.home(stages)) if ends[0] != ends[1]] if self.delta else []
+        return [1e6 * self.delta_mb * sum(stage in ends for ends in crossing) for stage in range(stages)]
 
     def plan_of(
         self, stages: int, micro_batches: int, costs: Costs | None = None, network: Network | None = None,

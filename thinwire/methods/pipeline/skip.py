@@ -72,10 +72,13 @@ def spread(paths: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [by_start[path[0]].pop(0)[1] for path in paths]
 
 
-def planned_paths(ground: Ground, num_paths: int, length: int, num_micro_batches: int) -> list[tuple[int, ...]]:
+def planned_paths(
+    ground: Ground, num_paths: int, length: int, num_micro_batches: int, in_flight: int | None = None
+) -> list[tuple[int, ...]]:
     """The paths of a step's micro-batches: among those that the search finds, the fastest in `simulate`.
 
-    num_paths: number of paths planned together, with the starts in turn; a step repeats them.
+    num_paths: number of paths planned together, with the starts in turn; a step repeats them. in_flight: see
+    `Ground.plan_of`.
     """
     replayed = max(2 * num_paths, min(num_micro_batches, 4 * num_paths))
     found: list[Sequence[tuple[int, ...]]] = list(islice(found_paths(ground, num_paths, length), REPLAYED))
@@ -85,7 +88,7 @@ def planned_paths(ground: Ground, num_paths: int, length: int, num_micro_batches
             "or less to skip"
         )
     found += [spread(paths) for paths in found]
-    best = min(found, key=lambda paths: ground.makespan_s(waves(paths, replayed)))
+    best = min(found, key=lambda paths: ground.makespan_s(waves(paths, replayed), in_flight))
     return waves(best, num_micro_batches)
 
 
@@ -105,4 +108,5 @@ def skipping(
     if length == num_stages:
         return ground.plan_of(full_paths(ground, num_micro_batches), in_flight)
     num_paths = min(num_micro_batches, WAVE * (num_stages - 1))
-    return ground.plan_of(planned_paths(ground, num_paths, length, num_micro_batches), in_flight)
+    paths = planned_paths(ground, num_paths, length, num_micro_batches, in_flight)
+    return ground.plan_of(paths, in_flight)

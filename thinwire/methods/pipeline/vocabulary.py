@@ -31,6 +31,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def kept_elements(num_tokens: int, num_rows: int, features: int, barriers: int) -> int:
+    """The most numbers that a rank keeps of N tokens between S and T: probabilities [N, V/p], and X [N, h].
+
+    With one barrier also the two parts of the gradient of X, [N, h] each: from S to C, which waits for all ranks.
+    """
+    return num_tokens * (num_rows + features * (3 if barriers == 1 else 1))
+
+
 @dataclass(frozen=True)
 class Own:
     """The rows of the vocabulary that a rank holds: first to first + size - 1, those below `valid` real ones."""

@@ -25,7 +25,7 @@ from thinwire.cost import Network
 from thinwire.methods.pipeline import Action, Costs, Pipeline, Plan, fitted, simulate
 from thinwire.methods.pipeline.border import Crossing
 from thinwire.methods.pipeline.plan import PlanMessage, Shared, straight
-from thinwire.methods.pipeline.simulate import Beside, PipelineClock, SpreadCosts
+from thinwire.methods.pipeline.simulate import Beside, PipelineClock, PipelineTimeline, SpreadCosts
 from thinwire.methods.pipeline.vocabulary import NUM_SCORES
 
 FORWARD_S, TOKENS, FEATURES = 0.05, 508, 256
@@ -104,8 +104,8 @@ class RelayClock(PipelineClock):
             self.done.update(Shared("part", rank, self.last, number) for rank in self.others)
 
 
-def relayed_s(plan: Plan, costs: Costs, links: Network) -> float:
-    """Seconds of a plan with the relay."""
+def relayed(plan: Plan, costs: Costs, links: Network) -> PipelineTimeline:
+    """The timeline of a plan with the relay."""
     places = [0] * plan.num_ranks
 
     def next_of_order(rank: int, clock: PipelineClock) -> Action | None:
@@ -116,7 +116,7 @@ def relayed_s(plan: Plan, costs: Costs, links: Network) -> float:
         return order[place]
 
     clock = RelayClock(plan.home, plan.paths, plan.num_ranks, costs, links, barriers=plan.barriers)
-    return clock.run(next_of_order).makespan_s
+    return clock.run(next_of_order)
 
 
 def bytes_of(crossing: Crossing) -> tuple[float, ...]:
@@ -149,7 +149,7 @@ def on_all(num_ranks: int, num: int, crossing: Crossing, links: Network) -> tupl
 
     options, own = Pipeline(head="spread"), costs(1.0)
     made = [options.plan_of(num_ranks, num, costs(share), links) for share in (1.0, 1.0 / (num_ranks - 1))]
-    return simulate(made[0], own, links).makespan_s, min(relayed_s(plan, own, links) for plan in made)
+    return simulate(made[0], own, links).makespan_s, min(relayed(plan, own, links).makespan_s for plan in made)
 
 
 def main() -> None:

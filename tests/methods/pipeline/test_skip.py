@@ -181,6 +181,8 @@ def test_micro_batches_take_the_starts_in_turn_and_stages_without_a_node_are_ref
     # Back to the start from which each came: the heads are behind the nodes, in the order of the starts.
     assert [(path[0], path[-1]) for path in made.paths] == [(0, 6), (4, 7)] * 4
     assert {chunk for path in made.paths for chunk in path} == set(range(8))
+    # Three starts do not divide the usual number of paths that are planned together.
+    assert [path[0] for path in skipping(3, 12, 0.33, nodes=(0, 0, 0, 1, 2)).paths] == [0, 1, 2] * 4
     with pytest.raises(ConfigError, match="nodes of 3 stages: the pipeline has 4"):
         skipping(4, 8, 0.25, nodes=(0, 1, 2))
     with pytest.raises(ConfigError, match="each from 0 to 3 needs a node"):

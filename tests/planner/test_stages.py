@@ -21,6 +21,7 @@ from thinwire.planner.forward import forward_of, layer_and_ends
 from thinwire.planner.options import read_explain
 from thinwire.planner.parts import sizes_of
 from thinwire.planner.stages import Grid, stages_of
+from thinwire.planner.table import reasons, tables
 from thinwire.report.units import bytes_text
 
 ARGS = [
@@ -132,6 +133,15 @@ def test_a_step_of_stages_counts_borders_and_the_stage_that_holds_most() -> None
     assert found.stages.held == (4, 3, 2, 1) and found.heaviest == {"zero": 0}
     layer, _ = layer_and_ends(PRESETS["demo"], 64)
     assert found.stages.peak_bytes[:3] == tuple(held * layer.kept_bytes for held in (4, 3, 2))
+    # Stages 1 and 2 have the same layers, and 1 keeps one micro-batch more.
+    held, plan = found.held["zero"], found.plans["zero"]
+    assert held.keys() == {0, 1, 2, 3} and held[1] - held[2] == layer.kept_bytes
+    assert held[0] == sum(plan.memory.values()) + found.stages.peak_bytes[0]
+    (table,) = (each for each in tables(found) if each.title == "a step of the pipeline")
+    assert table.columns[-1].header == "memory, zero"
+    assert list(table.columns[-1].cells) == [bytes_text(held[stage]) for stage in range(4)]
+    many = explained("--stages", "4", "--strategy", "zero,ddp,ddp-bf16,sdp4bit", "--pipeline.plan", "1f1b")
+    assert any("the memory of every stage name at most 3" in line for line in reasons(many))
     # Micro-batches beyond those that are simulated cost what each one more does.
     longer = explained("--stages", "4", "--micro-batches", "128", "--strategy", "zero", "--pipeline.plan", "1f1b")
     half = explained("--stages", "4", "--micro-batches", "64", "--strategy", "zero", "--pipeline.plan", "1f1b")

@@ -69,6 +69,8 @@ NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 ADAMW = "adamw"
 # Optimizers whose state and messages are counted.
 COUNTED = (ADAMW, "muon", "dion", "apollo", "apollo-mini", "mfac")
+# Of so many strategies the memory of every stage is counted; of more that of the stages that may need the most.
+MOST_BY_STAGE = 3
 # Strategies among which --stages auto looks unless others are named.
 SEARCHED = ("zero", "sdp4bit")
 
@@ -83,7 +85,7 @@ class Explained:
         mean_over: for strategies that do not exchange in every step, number of steps over which the bytes are a mean.
         whole: strategies that hold whole weights beside their shard.
         stages: of a pipeline; the plan of a strategy is then that of the stage that needs the most memory with it.
-        heaviest: that stage, by strategy.
+        held: bytes that one rank of a stage holds, by strategy and stage.
         search: what was priced to find the stages.
         resident: where the parts of the one strategy lie under a budget.
         optimizer: whose state and messages are counted.
@@ -103,13 +105,18 @@ class Explained:
     mean_over: Mapping[str, int] = field(default_factory=dict)
     whole: Sequence[str] = ()
     stages: Stages | None = None
-    heaviest: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     grid: Grid | None = None
     search: Search | None = None
     resident: Resident | None = None
     optimizer: str = ADAMW
     activations: float | None = None
     expert_ways: Sequence[ExpertWay] = ()
+
+    @property
+    def heaviest(self) -> dict[str, int]:
+        """The stage that needs the most memory, by strategy."""
+        return {name: max(held, key=held.__getitem__) for name, held in self.held.items() if held}
 
     def activations_of(self, name: str) -> float | None:
         """Bytes of the activations of one rank with a strategy; None: they are not known."""
@@ -179,7 +186,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             config, names = laid.config, laid.names
     methods: dict[str, Method] = {}
     plans: dict[str, MethodPlan] = {}
-    heaviest: dict[str, int] = {}
+    held: dict[str, dict[int, float]] = {}
     notes: list[Row] = [] if laid is None else [*laid.notes]
     for name in names:
         with problems.collect():
@@ -187,8 +194,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             if laid is not None and (why := why_left_out(strategy, laid)):
                 notes.append((f"strategy {name}", "left out", why))
             elif laid is not None:
-                methods[name], (plans[name], stage) = strategy, plan_of(strategy, laid)
-                heaviest |= {} if stage is None else {name: stage}
+                methods[name], (plans[name], held[name]) = strategy, plan_of(strategy, laid)
     resident: Resident | None = None
     if config.memory is not None and laid is not None and len(plans) == len(names):
         with problems.collect():
@@ -215,7 +221,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         [*notes, *notes_on_ranks(laid, *rates)], vocabulary_of(config, laid.model),
         {name: method.exchanges_every for name, method in methods.items() if method.exchanges_every > 1},
         [name for name, method in methods.items() if method.keeps_whole_weights],
-        laid.stages, heaviest, laid.grid, laid.search, resident, config.optimizer, kept,
+        laid.stages, held, laid.grid, laid.search, resident, config.optimizer, kept,
         expert_ways(asked, laid, list(methods.values()), *rates),
     )  # fmt: skip
 
@@ -341,14 +347,18 @@ def why_left_out(strategy: Method, laid: LaidOut) -> str:
     return ""
 
 
-def plan_of(strategy: Method, laid: LaidOut) -> tuple[MethodPlan, int | None]:
-    """A strategy's plan; of a pipeline that of the stage that needs the most memory, and this stage."""
+def plan_of(strategy: Method, laid: LaidOut) -> tuple[MethodPlan, dict[int, float]]:
+    """A strategy's plan; of a pipeline that of the stage that needs the most memory.
+
+    Also bytes by stage: of one rank of each; with many strategies of those alone that may need the most.
+    """
     config, shape, stages = laid.config, laid.shape, laid.stages
     if stages is None:
-        return plan_on(strategy, laid.model, laid.whole, config, shape), None
-    of_stage = {stage: plan_on(strategy, stages.parts[stage], laid.model, config, shape) for stage in stages.heaviest}
-    fullest = max(of_stage, key=lambda stage: stages.memory_bytes(stage, of_stage[stage]))
-    return of_stage[fullest], fullest
+        return plan_on(strategy, laid.model, laid.whole, config, shape), {}
+    looked_at = range(shape.pipeline) if len(laid.names) <= MOST_BY_STAGE else stages.heaviest
+    of_stage = {stage: plan_on(strategy, stages.parts[stage], laid.model, config, shape) for stage in looked_at}
+    held = {stage: stages.memory_bytes(stage, plan) for stage, plan in of_stage.items()}
+    return of_stage[max(held, key=held.__getitem__)], held
 
 
 def step_of_stages(config: ExplainConfig, strategy: Method, grid: Grid) -> float:

@@ -11,7 +11,7 @@ from thinwire.errors import Problems
 from thinwire.methods.interface import MethodPlan
 from thinwire.methods.memory import MemoryPart
 from thinwire.planner.experts import ExpertWay
-from thinwire.planner.explain import Explained, explain
+from thinwire.planner.explain import MOST_BY_STAGE, Explained, explain
 from thinwire.planner.options import ExplainConfig
 from thinwire.planner.recipes import print_recipe
 from thinwire.planner.search import Search
@@ -71,6 +71,8 @@ def reasons(found: Explained) -> Iterator[str]:
             f"Memory is that of the fullest stage, {at}. Bytes are those between a stage's replicas; "
             "seconds on the link are the busiest node's, borders between stages included."
         )
+        if len(found.held) > MOST_BY_STAGE:
+            yield f"For the memory of every stage name at most {MOST_BY_STAGE} strategies, such as --strategy zero."
     for every in sorted(set(found.mean_over.values())):
         names = [name for name, steps in found.mean_over.items() if steps == every]
         verb = "exchange" if len(names) > 1 else "exchanges"
@@ -92,7 +94,7 @@ def tables(found: Explained) -> list[Table]:
     """A table of all strategies; for a single strategy also tables of its parts."""
     made = [] if found.search is None else [ranking(found.search)]
     made += [side_by_side(found)]
-    made += [] if found.stages is None else [stage_by_stage(found.stages)]
+    made += [] if found.stages is None else [stage_by_stage(found.stages, found.held)]
     made += [] if found.resident is None else [parts_of_residency(found.resident.parts)]
     if len(found.plans) == 1:
         (plan,) = found.plans.values()
@@ -143,12 +145,15 @@ def side_by_side(found: Explained) -> Table:
     return table
 
 
-def stage_by_stage(stages: Stages) -> Table:
-    """A table with a row for each stage of a pipeline."""
+def stage_by_stage(stages: Stages, held: Mapping[str, Mapping[int, float]]) -> Table:
+    """A table with a row for each stage of a pipeline. held: see Explained."""
     heads = ("layers", "parameters", "in flight", "activations", "sent to others", "idle")
     table = Table("stage", title="a step of the pipeline", title_justify="left")
     for head in heads:
         table.add_column(head, justify="right")
+    known = held if len(held) <= MOST_BY_STAGE else {}
+    for name in known:
+        table.add_column(f"memory, {name}", justify="right")
     home = stages.options.home(len(stages.parts))
     for stage, part in enumerate(stages.parts):
         layers = "+".join(str(size) for size, at in zip(stages.sizes, home, strict=True) if at == stage and size)
@@ -156,6 +161,7 @@ def stage_by_stage(stages: Stages) -> Table:
         table.add_row(
             str(stage), layers, short(sum(param.numel() for param in part.parameters())), str(stages.held[stage]),
             bytes_text(stages.peak_bytes[stage]), bytes_text(stages.sent_bytes(stage)), percent_text(idle),
+            *(bytes_text(sizes[stage]) for sizes in known.values()),
         )  # fmt: skip
     return table
 

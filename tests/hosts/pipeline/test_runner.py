@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.hosts.pipeline import models
@@ -19,9 +20,8 @@ from tests.workers import Rows, run_rows, run_workers
 from thinwire.collectives import Mailbox, Topology
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.pipeline import Runner
-from thinwire.methods.pipeline import Action, Costs, Plan, check, fitted, plan, recompute, simulate
+from thinwire.methods.pipeline import Action, Costs, Plan, check, fitted, plan, recompute, simulate, skipping
 from thinwire.methods.pipeline.plan import Routes
-from thinwire.methods.pipeline.skip import skipping
 
 # "order ranks micro-batches chunks", and what else is done to the plan.
 PLANS: dict[str, list[str]] = {
@@ -33,14 +33,19 @@ PLANS: dict[str, list[str]] = {
     "4": [
         "gpipe 1", "gpipe 4", "1f1b 4", "1f1b 3 always", "v-half 2", "interleaved 4", "interleaved-zb 4", "zbv 4",
         "dualpipe-v 8", "fitted 4", "halves 4", "skips 4", "skipping 6", "drawn 1", "drawn 2", "drawn 3", "without 4",
+        "nodes 4", "starts 6",
     ],
 }  # fmt: skip
+# Plans in which two nodes have the same layers: the stage of each node.
+NODES = {"nodes": (0, 1, 1, 2), "starts": (0, 0, 1, 2)}
 
 
 def made(text: str, num_ranks: int) -> Plan:
     """The plan that a row is about."""
     order, number, *mode = text.split()
     num = int(number)
+    if order in NODES:
+        return skipping(3, num, 0.33, nodes=NODES[order])
     if order in ("fitted", "halves"):
         costs = Costs.even(num_ranks)
         return fitted(range(num_ranks), [range(num_ranks)] * num, costs, in_flight=3, halves=order == "halves")
@@ -57,6 +62,21 @@ def made(text: str, num_ranks: int) -> Plan:
         return fitted((0, 1, 2, 3, 0), [(0, 1, 3, 4), (0, 3, 1, 4)] * (num // 2), Costs.even(5))
     result = plan(order, num_ranks, num)
     return recompute(result, mode[0]) if mode else result
+
+
+def layers_of(text: str, made_plan: Plan) -> list[int]:
+    """Which layers each chunk has. Nodes of one stage have the same, and so have the heads behind all nodes."""
+    nodes = NODES.get(text.split()[0])
+    if nodes is None:
+        return list(range(len(made_plan.home)))
+    return [*nodes, *[max(nodes) + 1] * nodes.count(0)]
+
+
+def nodes_alike(text: str) -> list[list[int]]:
+    """The nodes of each stage that has several; starts have a head each besides."""
+    stages = NODES.get(text.split()[0], ())
+    of_stage = ([node for node, at in enumerate(stages) if at == stage] for stage in sorted(set(stages)))
+    return [nodes for nodes in of_stage if len(nodes) > 1]
 
 
 def drawn(seed: int, num_ranks: int) -> Plan:
@@ -90,8 +110,8 @@ def _run(rank: int, world_size: int, text: str) -> tuple[float, dict[str, Any], 
     """The loss, gradients, bytes sent and by formula, and the loss of a forward alone."""
     made_plan = made(text, world_size)
     check(made_plan)
-    num_chunks = len(made_plan.home)
-    chunks = {chunk: models.Stage(chunk, num_chunks) for chunk in made_plan.chunks_of(rank)}
+    layers = layers_of(text, made_plan)
+    chunks = {chunk: models.Stage(layers[chunk], max(layers) + 1) for chunk in made_plan.chunks_of(rank)}
     sizes = sizes_of(made_plan)
     batches = models.micro_batches(sizes)
     mailbox = Mailbox(None, Topology(world_size, 1), checked=" always" in text, window=2)
@@ -100,6 +120,11 @@ def _run(rank: int, world_size: int, text: str) -> tuple[float, dict[str, Any], 
     before = mailbox.meter.snapshot().sent_bytes
     loss = runner.run(batches, shares_of(sizes)).item()
     sent = mailbox.meter.snapshot().sent_bytes - before
+    for nodes in nodes_alike(text):
+        group = dist.new_group(nodes)
+        for param in (each for chunk in chunks.values() for each in chunk.parameters()) if rank in nodes else ():
+            assert param.grad is not None, "every node has work"
+            dist.all_reduce(param.grad, group=group)
     mailbox.close()
     gradients = {
         f"{chunk}.{name}": param.grad.numpy()
@@ -236,13 +261,21 @@ def test_gradients_are_those_of_one_process(rows: tuple[int, Rows]) -> None:
     for text in PLANS[str(size)]:
         made_plan = made(text, size)
         sizes = sizes_of(made_plan)
-        loss, expected = models.alone(list(made_plan.paths), sizes, shares_of(sizes))
+        layers = layers_of(text, made_plan)
+        paths = [tuple(layers[chunk] for chunk in path) for path in made_plan.paths]
+        loss, expected = models.alone(paths, sizes, shares_of(sizes))
         found = told.of(text)
         assert abs(sum(row[0] for row in found) - loss) < 1e-12, text
         assert abs(sum(row[4] for row in found) - loss) < 1e-12, text
-        gradients = {name: torch.from_numpy(grad) for row in found for name, grad in row[1].items()}
-        assert gradients.keys() == expected.keys(), text
-        for name, gradient in gradients.items():
+        if text.split()[0] in NODES:
+            assert all(len(path) == 3 for path in paths), "two stages and the head"
+        gradients = [
+            (f"{layers[int(chunk)]}.{name}", torch.from_numpy(gradient))
+            for row in found
+            for (chunk, _, name), gradient in ((each.partition("."), grad) for each, grad in row[1].items())
+        ]
+        assert {name for name, _ in gradients} == expected.keys(), text
+        for name, gradient in gradients:
             assert (gradient - expected[name]).abs().max() <= 1e-12, (text, name)
 
 

@@ -209,3 +209,17 @@ def test_planned_paths_beat_random_ones_and_these_the_whole_pipeline() -> None:
 def test_shares_that_leave_no_path_are_refused(stages: int, skip: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         skipping(stages, 8, skip)
+
+
+def test_micro_batches_take_the_starts_in_turn_and_stages_without_a_node_are_refused() -> None:
+    made = skipping(4, 8, 0.25, nodes=(0, 1, 2, 3, 0, 2))
+    check(made)
+    # Back to the start from which each came: the heads are behind the nodes, in the order of the starts.
+    assert [(path[0], path[-1]) for path in made.paths] == [(0, 6), (4, 7)] * 4
+    assert {chunk for path in made.paths for chunk in path} == set(range(8))
+    # Three starts do not divide the usual number of paths that are planned together.
+    assert [path[0] for path in skipping(3, 12, 0.33, nodes=(0, 0, 0, 1, 2)).paths] == [0, 1, 2] * 4
+    with pytest.raises(ConfigError, match="nodes of 3 stages: the pipeline has 4"):
+        skipping(4, 8, 0.25, nodes=(0, 1, 2))
+    with pytest.raises(ConfigError, match="each from 0 to 3 needs a node"):
+        skipping(4, 8, 0.25, nodes=(0, 1, 3))

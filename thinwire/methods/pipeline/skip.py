@@ -94,19 +94,28 @@ def planned_paths(
 
 def skipping(
     num_stages: int, num_micro_batches: int, skip: float, costs: Costs | None = None, network: Network | None = None,
-    in_flight: int | None = None,
+    in_flight: int | None = None, nodes: Sequence[int] | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of a pipeline with one rank per stage, in which each micro-batch skips a share of the stages.
+    """The plan of a pipeline in which each micro-batch skips a share of the stages.
 
-    Chunk s is stage s on rank s; chunk `num_stages` is the head on rank 0, to which micro-batches return. Paths and
-    orders are fitted to `costs`, of these chunks, and `network`; the same numbers give the same plan. skip=0: all
-    stages in order. Raises ConfigError for a share or a number of stages that leaves no path.
+    Chunk i is the layers of rank i's stage. Behind them come the heads of the starts, the ranks of stage 0, in order;
+    a micro-batch returns to the start from which it came, and micro-batches take the starts in turn. Paths and orders
+    are fitted to `costs`, of these chunks, and `network`; the same numbers give the same plan. skip=0: all stages in
+    order. Gradients of a stage are the sum over its ranks.
+
+    nodes: the stage of each rank; None: rank s has stage s.
+
+    Raises ConfigError for a share or a number of stages that leaves no path, and for a stage that no rank has.
     """
-    length = path_length(num_stages, skip)
-    given = costs or Costs.even(num_stages + 1)
-    ground = Ground(tuple(range(num_stages)), given, network or Network.even(num_stages))
+    length, stages = path_length(num_stages, skip), tuple(range(num_stages) if nodes is None else nodes)
+    if max(stages) != num_stages - 1:
+        raise ConfigError(f"nodes of {max(stages) + 1} stages: the pipeline has {num_stages}, and each needs a node")
+    starts = stages.count(0)
+    given = costs or Costs.even(len(stages) + starts)
+    ground = Ground(stages, given, network or Network.even(len(stages)))
     if length == num_stages:
         return ground.plan_of(full_paths(ground, num_micro_batches), in_flight)
-    num_paths = min(num_micro_batches, WAVE * (num_stages - 1))
+    # As many of each start.
+    num_paths = min(num_micro_batches, -(-WAVE * (num_stages - 1) // starts) * starts)
     paths = planned_paths(ground, num_paths, length, num_micro_batches, in_flight)
     return ground.plan_of(paths, in_flight)

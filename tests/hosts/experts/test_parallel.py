@@ -172,7 +172,8 @@ def few_experts(rank: int) -> float:
             ep = thinwire.expert_parallel(model, ExpertParallel(4, slices=4 // num, move=move), local_size=2)
             y = model.experts(given[rank][0].clone().requires_grad_(), *given[rank][1:])
             y.square().sum().backward()
-            found = ep.gather({f"experts.{name}": param.grad for name, param in model.experts.named_parameters()})
+            params = model.experts.named_parameters()
+            found = ep.gather({f"experts.{name}": torch.as_tensor(param.grad) for name, param in params})
             grads = {name: truth.get_parameter(name.removeprefix("experts.")).grad for name in found}
             pairs = [(y.detach(), expected[rank].detach()), *((found[name], grad) for name, grad in grads.items())]
             errors += [float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b)]

@@ -36,6 +36,7 @@ from thinwire.planner.islands import price
 from thinwire.planner.placed import PlacedMachine
 from thinwire.planner.plan import plan
 from thinwire.planner.rough import best_nodes
+from thinwire.planner.traced import link_messages
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.planner.written import not_measured, show
 from thinwire.report.page import plan_table
@@ -182,6 +183,11 @@ def test_ranks_of_a_node_may_share_matrices_and_sequences() -> None:
         # As many messages as make the bytes, where there are any.
         used, sending = ([[bool(n) for n in row] for row in told[f"link_{what}"]] for what in ("bytes", "messages"))
         assert used == sending
+        # Each layer's attention sends two in each micro-batch to those that share a sequence.
+        beside = link_messages(found.pricing, way, [])
+        sharing = found.pricing.attention(way.candidate, way.order).sent
+        passes = way.candidate.num_micro_batches * len(found.pricing.model.model.layers)
+        assert beside == dict.fromkeys(sharing, 2 * passes) and bool(beside) == ("sequence" in mesh)
     # Half of the matrices, or half of the tokens, are half of the work; messages are on top.
     alone = plan("tiny", near(1e9), tokens_per_step=1024, micro_batch=1, stages=1).search.fastest
     whole = next(way for way in alone if way.candidate.mesh == "data=4").terms["compute_s"]

@@ -4,9 +4,10 @@
     python benchmarks/gpu_micro.py --compile sm_90a                    only compile the kernels; needs no GPU
     python benchmarks/gpu_micro.py --list
 
-The kernels have been compiled for sm_80 and sm_90a by NVRTC 13.5. They have not run on a GPU yet: until one has
-confirmed them, their figures are to be checked against those in `thinwire.calibration.published`, which the table shows
-beside them, each under the name of the device on which it was measured. Latencies are cycles of one dependent chain of
+The kernels have been compiled for sm_80 and sm_90a by NVRTC 13.5, and are launched as cuda-core 1.x asks for. They have
+not run on a GPU yet: until one has confirmed them, their figures are to be checked against those in
+`thinwire.calibration.published`, which the table shows beside them, each under the name of the device on which it was
+measured. Latencies are cycles of one dependent chain of
 one warp; rates are operations per second, because the clock falls under load, of several independent chains in each
 warp and two blocks on each multiprocessor. Products are measured with random values and with zeros, which draw less
 power. Median of 20 launches after a warm-up. Needs the extra `gpu`: cuda-core with NVRTC.
@@ -31,6 +32,8 @@ CHAINS, BEHIND, OCCUPANCY = 4, 4, 2
 LEVELS = {"l1": (1 << 14, "ca"), "l2": (1 << 22, "cg"), "global": (1 << 29, "cg")}
 WIDTHS = (8, 16, 32, 64, 128, 256)
 RING_BYTES, BINS = 16384, 1024
+# Architectures that have more than sm_80: products of fp8; and clusters, wgmma, DPX and TMA, which only this one has.
+ADA, HOPPER = "sm_89", "sm_90a"
 HEAD = """
 typedef unsigned int u32; typedef unsigned long long u64;
 __device__ __forceinline__ u32 rank_in_cluster() {
@@ -63,7 +66,7 @@ class Kernel:
         amount: of a block in one step; 0: the result is cycles.
         given: what `given` points to: "chase", "random", "zeros"; bytes: of it.
         published: name in the published tables, where it is another than the kernel's own; scale: of their unit.
-        hopper: needs sm_90a. cluster: blocks of a cluster.
+        arch: the least that has what it needs; see `fits`. cluster: blocks of a cluster.
     """
 
     name: str
@@ -73,7 +76,7 @@ class Kernel:
     given: str = "random"
     given_bytes: int = 1 << 16
     threads: int = 32
-    hopper: bool = False
+    arch: str = "sm_80"
     cluster: int = 1
     published: str = ""
     scale: float = 1.0
@@ -86,7 +89,7 @@ class Kernel:
     @property
     def code(self) -> str:
         """The source with its head."""
-        return (HEAD if self.hopper else PLAIN_HEAD) + f"{SIGNATURE} {{\n{self.source}\n}}\n"
+        return (HEAD if self.arch == HOPPER else PLAIN_HEAD) + f"{SIGNATURE} {{\n{self.source}\n}}\n"
 
 
 @dataclass(frozen=True)
@@ -145,14 +148,15 @@ def mma(kind: str, fill: str, *, is_chain: bool = False) -> Kernel:
     done = (
         f"{c_type} sum = 0; for (int i = 0; i < {4 * num}; ++i) sum += c[i]; (({c_type}*)out)[64 + threadIdx.x] = sum;"
     )
-    # Only Hopper has it, and no published table.
-    needs_hopper = is_new = kind == "fp8"
+    # No published table has fp8.
+    is_new = kind == "fp8"
+    arch = ADA if is_new else "sm_80"
     if is_chain:
-        return Kernel(f"mma {kind} latency cycles", timed(body, load, done), given=fill, hopper=needs_hopper)
+        return Kernel(f"mma {kind} latency cycles", timed(body, load, done), given=fill, arch=arch)
     flops = warps * num * 2.0 * 16 * 8 * depth
     return Kernel(
         f"mma {kind} {fill}", timed(body, load, done), f"{RATES[kind][1:]}", flops, fill, threads=32 * warps,
-        hopper=needs_hopper, published="" if is_new else f"mma {kind} {RATES[kind]}", scale=1e12,
+        arch=arch, published="" if is_new else f"mma {kind} {RATES[kind]}", scale=1e12,
     )  # fmt: skip
 
 
@@ -194,13 +198,13 @@ def wgmma(kind: str, width: int, is_rs: bool, fill: str, *, is_chain: bool = Fal
     place = "RS" if is_rs else "SS"
     if is_chain:
         name = f"wgmma {kind} m64n{width}k{depth} cycles"
-        return Kernel(name, timed(body, before, done), given=fill, threads=128, hopper=True)
+        return Kernel(name, timed(body, before, done), given=fill, threads=128, arch=HOPPER)
     # What is published was measured with zeros, in the widest products.
     has_published = fill == "zeros" and width == WIDTHS[-1]
     told = f"wgmma {kind} {place} {RATES[kind]}" if kind == "fp16" else f"wgmma {kind} {RATES[kind]}"
     return Kernel(
         f"wgmma {kind} n{width} {place} {fill}", timed(body, before, done), RATES[kind][1:],
-        behind * 2.0 * 64 * width * depth, fill, threads=128, hopper=True, published=told if has_published else "",
+        behind * 2.0 * 64 * width * depth, fill, threads=128, arch=HOPPER, published=told if has_published else "",
         scale=1e12,
     )  # fmt: skip
 
@@ -212,18 +216,18 @@ def clusters() -> Iterator[Kernel]:
     done = "cluster_sync(); ((u32*)out)[64 + threadIdx.x] = sum;"
     for size in (2, 4):
         yield Kernel(
-            f"dsm ring of {size}", timed(copy, start, done), "B/s", RING_BYTES, threads=256, hopper=True, cluster=size,
+            f"dsm ring of {size}", timed(copy, start, done), "B/s", RING_BYTES, threads=256, arch=HOPPER, cluster=size,
             published=f"dsm ring of {size} TB/s", scale=1e12,
         )  # fmt: skip
     walk = 'asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(at) : "r"(from + 4 * at));'
     chase = "__shared__ u32 own[1024]; for (int i = threadIdx.x; i < 1024; i += 32) own[i] = (i + 33) & 1023; cluster_sync(); u32 from = at_rank(own, (rank_in_cluster() + 1) % cluster_size()), at = 0;"  # noqa: E501
-    yield Kernel("dsm latency cycles", timed(walk, chase, "cluster_sync(); out[1] = at;"), hopper=True, cluster=2)
+    yield Kernel("dsm latency cycles", timed(walk, chase, "cluster_sync(); out[1] = at;"), arch=HOPPER, cluster=2)
     bins = f"__shared__ u32 own[{BINS}]; for (int i = threadIdx.x; i < {BINS}; i += blockDim.x) own[i] = 0; cluster_sync(); u32 size = cluster_size();"  # noqa: E501
     count = f'u32 bin = (((const u32*)given)[(threadIdx.x + i * 37) & 4095] + i) % ({BINS} * size); asm volatile("red.shared::cluster.add.u32 [%0], 1;" :: "r"(at_rank(own, bin / {BINS}) + 4 * (bin % {BINS})) : "memory");'  # noqa: E501
     for size, threads in ((1, 128), (2, 512), (4, 128)):
         yield Kernel(
             f"dsm histogram of {size}, {threads} threads", timed(count, bins, "cluster_sync(); ((u32*)out)[64] = own[0];"),  # noqa: E501
-            "elements/s", float(threads), threads=threads, hopper=True, cluster=size,
+            "elements/s", float(threads), threads=threads, arch=HOPPER, cluster=size,
         )  # fmt: skip
 
 
@@ -234,9 +238,9 @@ def others() -> Iterator[Kernel]:
     loads = f"u32 x[{CHAINS}], y = threadIdx.x, z = 0x00010002; for (int i = 0; i < {CHAINS}; ++i) x[i] = ((const u32*)given)[threadIdx.x + i];"  # noqa: E501
     bodies = "".join(f"x[{i}] = __viaddmax_s16x2_relu(x[{i}], y, z);" for i in range(CHAINS))
     sums = " + ".join(f"x[{i}]" for i in range(CHAINS))
-    yield Kernel("dpx viaddmax s16x2 latency cycles", timed(body, start, "((u32*)out)[64] = x;"), hopper=True)
+    yield Kernel("dpx viaddmax s16x2 latency cycles", timed(body, start, "((u32*)out)[64] = x;"), arch=HOPPER)
     yield Kernel("dpx viaddmax s16x2", timed(bodies, loads, f"((u32*)out)[64 + threadIdx.x] = {sums};"), "operations/s",
-                 512.0 * CHAINS, threads=256, hopper=True)  # fmt: skip
+                 512.0 * CHAINS, threads=256, arch=HOPPER)  # fmt: skip
     size = 4096
     prepare = f"""__shared__ __align__(128) char tile[{size}]; __shared__ __align__(8) u64 gate;
   u32 to = (u32)__cvta_generic_to_shared(tile), at = (u32)__cvta_generic_to_shared(&gate), phase = 0;
@@ -251,7 +255,7 @@ def others() -> Iterator[Kernel]:
       :: "r"(at), "r"(phase) : "memory"); phase ^= 1;"""
     # A label may stand once: the body stands twice.
     twice = timed(bulk, prepare, "out[1] = tile[0];").replace("again", "again_%=")
-    yield Kernel("tma 4 KiB latency cycles", twice, hopper=True)
+    yield Kernel("tma 4 KiB latency cycles", twice, arch=HOPPER)
 
 
 def kernels() -> list[Kernel]:
@@ -278,8 +282,8 @@ def figure(kernel: Kernel, cycles: Sequence[float], seconds: Sequence[float], bl
     return Figure(kernel.name, value, kernel.unit, device, beside)
 
 
-def measured(kernel: Kernel, compiled: Any, blocks: int) -> Figure:
-    """Launch a compiled kernel on the GPU that torch uses."""
+def measured(kernel: Kernel, compiled: Any, blocks: int, place: str = "cuda") -> Figure:
+    """Launch a compiled kernel on the GPU that torch uses. place: of torch's tensors."""
     import torch
     from cuda.core import Device, LaunchConfig, launch  # type: ignore[import-not-found]
 
@@ -288,23 +292,25 @@ def measured(kernel: Kernel, compiled: Any, blocks: int) -> Figure:
     given = torch.randn(kernel.given_bytes // 2).half()
     if kernel.given == "chase":
         walk = torch.from_numpy(cycle(kernel.given_bytes // 64))
-        given = torch.empty_like(walk, device="cuda")
+        given = torch.empty_like(walk, device=place)
         # Pointers: the address of the next line stands in each line.
         given.copy_(walk * 8 + given.data_ptr())
     elif kernel.given == "zeros":
         given = torch.zeros_like(given)
-    given, out = given.cuda(), torch.zeros(4096, dtype=torch.int64, device="cuda")
+    given, out = given.to(place), torch.zeros(4096, dtype=torch.int64, device=place)
     device = Device(torch.cuda.current_device())
     device.set_current()
     stream = device.create_stream()
-    config = LaunchConfig(grid=blocks, block=kernel.threads, cluster=kernel.cluster, shmem_size=32768)
+    # With clusters the grid counts these, and GPUs before Hopper refuse even those of one block.
+    clusters = {"cluster": kernel.cluster} if kernel.cluster > 1 else {}
+    config = LaunchConfig(grid=blocks // kernel.cluster, block=kernel.threads, shmem_size=32768, **clusters)
     cycles, seconds = [], []
     # The inputs are written on torch's stream, and read on another.
     torch.cuda.synchronize()
     for number in range(REPEATS + 2):
-        begin = stream.record(options={"enable_timing": True})
+        begin = stream.record(options={"timing_enabled": True})
         launch(stream, config, compiled.get_kernel("run"), given.data_ptr(), out.data_ptr(), kernel.steps)
-        end = stream.record(options={"enable_timing": True})
+        end = stream.record(options={"timing_enabled": True})
         stream.sync()
         if number >= 2:
             cycles.append(float(out[0]))
@@ -321,7 +327,14 @@ def compiled_by_core(kernel: Kernel, arch: str) -> Any:
 
 def fits(kernel: Kernel, arch: str) -> bool:
     """Whether an architecture, such as sm_90a, has what a kernel needs."""
-    return not kernel.hopper or arch == "sm_90a"
+    if kernel.arch == HOPPER:
+        return arch == HOPPER
+    return number_of(arch) >= number_of(kernel.arch)
+
+
+def number_of(arch: str) -> int:
+    """The number of an architecture, such as 90 of sm_90a."""
+    return int(arch.removeprefix("sm_").rstrip("a"))
 
 
 def crossover(ratios: dict[int, float]) -> int | None:
@@ -412,7 +425,7 @@ def main(words: Sequence[str] | None = None) -> int:
     found = []
     for each in chosen:
         if not fits(each, arch):
-            print(f"{each.name}: needs sm_90a, and this is {arch}")
+            print(f"{each.name}: needs {each.arch}, and this is {arch}")
             continue
         found.append(measured(each, compiled_by_core(each, arch), blocks if each.amount else each.cluster))
     found += [] if args.only else list(library())

@@ -7,10 +7,10 @@
 
 24 cells: four strategies, three rates, each network as it is and with node 3 at a quarter of its rate. Four nodes of
 the lab train the demo model (9.7 million parameters) on 2 sequences of 256 tokens a rank, 12 steps in each cell, of
-which the first do not count. Before the cells of a network its ranks are calibrated, about 40 s, and every
-strategy is predicted, about 3 s; no measured step is used for a prediction. By the predicted steps a cell takes 15 s to
-3 minutes on two idle cores, most with `zero` at 25 Mbit/s, and all of them 22 minutes. Cells that are in FILE are not
-measured again; --most ends after so many.
+which the first do not count. Before the cells of a network its ranks are calibrated with `--models demo`, about 20 s,
+and every strategy is predicted without stages, about 1 s; no measured step is used for a prediction. By the predicted
+steps a cell takes 15 s to 3 minutes on two idle cores, most with `zero` at 25 Mbit/s, and all of them 22 minutes. Cells
+that are in FILE are not measured again; --most ends after so many.
 
 Prints for each cell the predicted and the measured median step and memory, and the parts of a step; at the end medians,
 how far each part of a step is missed, and the regret: the measured step of the strategy that was chosen, over the

@@ -91,6 +91,7 @@ def test_what_a_gpu_asks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
         "set_device": None, "get_device_name": "A GPU", "synchronize": None, "max_memory_allocated": 7,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None, "manual_seed": None,
+        "mem_get_info": (30, 80), "memory_reserved": 4, "memory_allocated": 2,
     }  # fmt: skip
 
     def asked(name: str, *given: Any) -> Any:
@@ -104,6 +105,8 @@ def test_what_a_gpu_asks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(gpu, Cuda) and gpu.torch == second and calls.pop() == ("set_device", 1)
     assert gpu.backend == "cpu:gloo,cuda:nccl" and gpu.fast_dtype == "bf16" and gpu.name == "A GPU"
     assert gpu.peak_bytes() == 7 and calls[-1] == ("max_memory_allocated", second)
+    # All but what its driver and other processes hold; and what its own tensors hold.
+    assert gpu.memory_bytes(8) == 34 and gpu.held_bytes() == 2 and Device().held_bytes() > 1e6
     gpu.synchronize()
     state = gpu.random_state()
     assert state is not None

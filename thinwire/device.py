@@ -89,6 +89,11 @@ class Device:
         machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         return min([machine, *(limit for limit, _ in memory_limits())]) / num_local
 
+    def held_bytes(self) -> int:
+        """Memory that this process holds now where it computes: its RSS; 0 if the system does not say."""
+        status = Path("/proc/self/statm")
+        return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
+
     def peak_bytes(self) -> int:
         """Peak bytes of tensors in the device's memory; 0 on the CPU, whose peak is the process's RSS."""
         return 0
@@ -134,8 +139,13 @@ class Cuda(Device):
         torch.cuda.synchronize(self.torch)
 
     def memory_bytes(self, num_local: int) -> float:
-        """Memory of this process's own GPU."""
-        return torch.cuda.get_device_properties(self.torch).total_memory
+        """What tensors may fill of this process's own GPU: all but what its driver and other processes hold."""
+        free, _ = torch.cuda.mem_get_info(self.torch)
+        return free + torch.cuda.memory_reserved(self.torch)
+
+    def held_bytes(self) -> int:
+        """Memory of this process's tensors on its GPU."""
+        return torch.cuda.memory_allocated(self.torch)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch)

@@ -96,14 +96,19 @@ def test_what_is_left_while_all_send_is_that_of_the_best_of_some_tries(monkeypat
 
 
 def test_a_long_way_is_no_slow_link_and_a_nodes_ranks_share_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links of 10 MB/s with a delay of 0.2 s; every other message to rank 0 takes 10% longer."""
+    """Links of 10 MB/s with a delay of 0.2 s, between nodes with a burst of 0.02 s.
+
+    Every other message to rank 0 takes 10% longer.
+    """
     probes = itertools.count()
 
     def swap(comm: Any, peer: dict[int, int], num_bytes: dict[int, int]) -> torch.Tensor:
-        uplinks = [rank // 2 for rank in peer if rank // 2 != peer[rank] // 2]
+        crossing = [rank for rank in peer if rank // 2 != peer[rank] // 2]
+        uplinks = [rank // 2 for rank in crossing]
         shared = max(map(uplinks.count, uplinks), default=1)
         late = 1.1 if next(probes) % 2 else 1.0
-        took = [0.2 + num_bytes.get(rank, 0) * shared * (late if rank == 0 else 1.0) / 1e7 for rank in range(4)]
+        took = [num_bytes.get(rank, 0) * shared * (late if rank == 0 else 1.0) / 1e7 for rank in range(4)]
+        took = [0.2 + max(0.0, each_s - (0.02 if rank in crossing else 0.0)) for rank, each_s in enumerate(took)]
         return torch.tensor(took, dtype=torch.float64)
 
     monkeypatch.setattr(links, "_swap", swap)
@@ -115,7 +120,8 @@ def test_a_long_way_is_no_slow_link_and_a_nodes_ranks_share_theirs(monkeypatch: 
         # Of the link to rank 0's node, and of that inside it.
         is_late = b == 0 or (b == 1 and a > 1)
         assert scatter[a][b] == pytest.approx(0.05 if is_late else 0.0, abs=0.03)
-    assert found.nodes == (0, 0, 1, 1)
+    # Four of the six links that were probed lie inside a node, and have no burst.
+    assert found.nodes == (0, 0, 1, 1) and found.burst_s == pytest.approx(0.02, rel=0.01)
 
 
 def test_a_pass_is_its_operations_and_a_launch() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from tests.planner.test_plan import RATES
+from tests.planner.test_plan import FAST, RATES, SLOW, machine
+from thinwire.compare import emulate
+from thinwire.compare.emulate import emulated, lab_of
 from thinwire.compare.options import RaceConfig
 from thinwire.compare.plan import exchanges_timed, shared_config, timed_steps_of
-from thinwire.compare.verify import ROUNDS, STEPS, contestant, lab_of, shared_of, with_exchanges
+from thinwire.compare.verify import ROUNDS, STEPS, contestant, shared_of, with_exchanges
 from thinwire.cost import Cores, Machine, Network
+from thinwire.errors import ConfigError
+from thinwire.lab import LabSpec
 from thinwire.planner import plan as module
 from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig
@@ -59,3 +64,58 @@ def test_a_race_times_whole_periods_of_islands(found: TrainingPlan) -> None:
     longer = with_exchanges(race, shared, [plain, islands])
     assert timed_steps_of(race, longer, islands) == every
     assert exchanges_timed(race, longer, islands) == ROUNDS
+
+
+def linked(made: Machine, rate: dict[tuple[int, int], float], delay_s: dict[tuple[int, int], float]) -> Machine:
+    """The machine with other rates and delays of some links, by (from, to)."""
+    network = made.network
+    rates, delays = [list(row) for row in network.rates], [list(row) for row in network.delays_s]
+    for table, changes in ((rates, rate), (delays, delay_s)):
+        for (a, b), value in changes.items():
+            table[a][b] = value
+    return replace(
+        made, network=replace(network, rates=tuple(map(tuple, rates)), delays_s=tuple(map(tuple, delays)))
+    )  # fmt: skip
+
+
+def test_the_lab_has_the_links_of_the_machine() -> None:
+    assert str(lab_of(machine(FAST))) == "nodes=4,rate=100000kbit,local_size=1"
+    assert str(lab_of(machine(FAST, bad=(0, 2)))) == "nodes=4,rate=100000kbit,local_size=1,link=0-2:10000kbit"
+    whole = machine(FAST)
+    slow = linked(whole, {pair: SLOW for pair in whole.network.pairs if 3 in pair}, {})
+    assert str(lab_of(slow)) == "nodes=4,rate=100000kbit,local_size=1,slow=3:10000kbit"
+    near = replace(whole, network=replace(whole.network, nodes=(0, 0, 1, 1)))
+    assert str(lab_of(near)) == "nodes=2,rate=100000kbit,local_size=2"
+    assert lab_of(replace(whole, network=replace(whole.network, nodes=(0,) * 4))).rate is None
+
+
+def test_the_lab_has_the_delay_of_the_machine_or_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[LabSpec] = []
+
+    def network(spec: LabSpec) -> SimpleNamespace:
+        made.append(spec)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(emulate, "LabNetwork", network)
+    far = linked(machine(FAST), {}, dict.fromkeys(machine(FAST).network.pairs, 0.05))
+    # A message of one byte takes half a millisecond in a lab without delay.
+    lab, told = emulated(far)
+    assert str(lab) == "nodes=4,rate=100000kbit,local_size=1,delay=49.5ms" and not told
+    assert [spec.delay for spec in made] == ["49.5ms"]
+    near, told = emulated(machine(FAST))
+    assert near.delay is None and not told and len(made) == 1
+    # One link over another way: all have the same in the lab.
+    lab, (told_delays,) = emulated(linked(far, {}, {(0, 3): 0.2, (3, 0): 0.2}))
+    assert lab.delay == "49.5ms" and told_delays == "delays of 50 to 200 ms were measured: all links have 49.5ms there"
+    lab, (told_beside,) = emulated(linked(far, {(0, 2): SLOW, (2, 0): SLOW}, {}))
+    assert lab.link and lab.delay is None and told_beside.startswith("links have no delay there, and 49.5 ms were")
+    lab, (told_back,) = emulated(linked(machine(FAST), {pair: SLOW for pair in far.network.pairs if pair[0] == 3}, {}))
+    assert lab.slow == {3: "10000kbit"} and told_back.startswith("10 Mbit/s from 3 to 0 and 100 back were measured")
+
+    def refuse(spec: LabSpec) -> SimpleNamespace:
+        raise ConfigError("this kernel has no netem queue")
+
+    monkeypatch.setattr(emulate, "LabNetwork", refuse)
+    lab, told = emulated(far)
+    assert lab.delay is None
+    assert told == ["links have no delay there, and 49.5ms were measured: this kernel has no netem queue"]

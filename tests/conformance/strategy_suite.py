@@ -23,7 +23,9 @@ import torch
 from torch import nn
 
 import thinwire
+from tests.conformance.schedule import check_schedule
 from tests.workers import Rows, run_rows, run_workers
+from thinwire.collectives import Topology
 from thinwire.compose import apply
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.methods.data.frontier import Frontier
@@ -519,6 +521,12 @@ class StrategySuite:
     ) -> None:
         for result in together(request, train, *grid):
             assert result["resumed"] == result["hashes"][SAVED : SAVED + AFTER]
+
+    @pytest.mark.parametrize("name", ROWS)
+    def test_a_schedule_has_the_bytes_of_its_plan(self, name: str) -> None:
+        row = ROWS[name]
+        world_size, local_size = row.hardest
+        check_schedule(row.strategy, Net(0), Topology(world_size // local_size, local_size))
 
     @pytest.mark.parametrize("name", REDUCING)
     def test_a_nan_on_one_rank_skips_the_step_on_all(self, request: pytest.FixtureRequest, name: str) -> None:

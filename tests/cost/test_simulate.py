@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from thinwire.cost import Clock, Cores, Drawing, Machine, Message, Network, StepGraph, Work, simulate
 from thinwire.errors import ConfigError
 
-RATES = {"layer 8 fp32": 1.0, "encode int4/64": 1.0}
+RATES = {"layer 8 fp32": 1.0, "encode int4/64": 1.0, "carry": 1.0}
 
 
 def machine(num_ranks: int, cores: float, *, contention: float = 0.0, rate: float = 1.0, **more: object) -> Machine:
@@ -31,6 +33,19 @@ def test_ranks_share_cores_and_their_memory() -> None:
     # One on two threads takes both cores.
     assert simulate(alone(2, 1.0), machine(2, 2.0, threads=2)).makespan_s == pytest.approx(2.0)
     assert simulate(alone(2, 1.0), machine(2, 2.0, speeds=(1.0, 0.5))).makespan_s == pytest.approx(2.0)
+
+
+def test_gpus_compute_and_pack_beside_the_cores() -> None:
+    """Cores that ranks share make messages longer, and nothing that a GPU does."""
+    gpu: dict[str, Any] = {"device": "NVIDIA H100", "threads": 8}
+    assert simulate(alone(8, 1.0), machine(8, 2.0, contention=0.5, **gpu)).makespan_s == pytest.approx(1.0)
+    # Both pack at once, on one core or on GPUs; the bytes are carried on the core.
+    assert simulate(collectives(1, slots=1), machine(2, 1.0)).makespan_s == pytest.approx(3.0)
+    assert simulate(collectives(1, slots=1), machine(2, 1.0, **gpu)).makespan_s == pytest.approx(2.0)
+    drawing = Drawing(2)
+    for rank in range(2):
+        drawing.task(rank, Work("carry", 1.0))
+    assert simulate(drawing.done(), machine(2, 1.0, **gpu)).makespan_s == pytest.approx(2.0)
 
 
 def test_work_speeds_up_when_other_work_has_ended() -> None:

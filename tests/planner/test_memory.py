@@ -48,7 +48,7 @@ def test_the_better_of_both_is_taken_by_runs_that_are_held_out() -> None:
 
 
 def test_runs_are_read_from_their_folders(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no finished run that followed a plan"):
+    with pytest.raises(ConfigError, match="holds no finished run on the CPU that followed a plan"):
         read_runs(tmp_path)
     for number, told in enumerate(({"features": [1.0] * 11, "counted_bytes": 1e8, "base_bytes": BASE}, None)):
         folder = tmp_path / "runs" / str(number)
@@ -56,3 +56,9 @@ def test_runs_are_read_from_their_folders(tmp_path: Path) -> None:
         (folder / "summary.json").write_text('{"peak_rss_bytes": 7e8}')
         (folder / "plan.json").write_text(json.dumps({"memory": told}))
     assert read_runs(tmp_path) == [Recorded((1.0,) * 11, 1e8, BASE, 7e8)]
+    # On a GPU the peak is that of its tensors, and a run there says nothing about a process on the CPU.
+    figures = {"device": "NVIDIA H100", "peak_rss_bytes": 9e9, "peak_allocated_bytes": 3e8}
+    (tmp_path / "runs" / "0" / "summary.json").write_text(json.dumps(figures))
+    assert [run.peak_bytes for run in read_runs(tmp_path, on_gpu=True)] == [3e8]
+    with pytest.raises(ConfigError, match="on the CPU"):
+        read_runs(tmp_path)

@@ -22,7 +22,7 @@ from thinwire.compare.measure import Figures
 from thinwire.compare.options import RaceConfig
 from thinwire.compare.plan import make_plan
 from thinwire.compare.tune import run_tune
-from thinwire.compare.verify import lab_of, run_plan
+from thinwire.compare.verify import run_plan
 from thinwire.cost import Cores, Machine, Network
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.data.zero import Zero
@@ -36,6 +36,7 @@ from thinwire.planner.islands import price
 from thinwire.planner.placed import PlacedMachine
 from thinwire.planner.plan import plan
 from thinwire.planner.rough import best_nodes
+from thinwire.planner.traced import link_messages
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.planner.written import not_measured, show
 from thinwire.report.page import plan_table
@@ -179,6 +180,14 @@ def test_ranks_of_a_node_may_share_matrices_and_sequences() -> None:
         told = json.loads(shown.to_json())
         assert {rank for rank, *_ in told["timeline"]} == {0, 1, 2, 3}
         assert sum(each or 0 for each in told["link_bytes"][0]) == pytest.approx(told["predicted"]["sent_bytes"])
+        # As many messages as make the bytes, where there are any.
+        used, sending = ([[bool(n) for n in row] for row in told[f"link_{what}"]] for what in ("bytes", "messages"))
+        assert used == sending
+        # Each layer's attention sends two in each micro-batch to those that share a sequence.
+        beside = link_messages(found.pricing, way, [])
+        sharing = found.pricing.attention(way.candidate, way.order).sent
+        passes = way.candidate.num_micro_batches * len(found.pricing.model.model.layers)
+        assert beside == dict.fromkeys(sharing, 2 * passes) and bool(beside) == ("sequence" in mesh)
     # Half of the matrices, or half of the tokens, are half of the work; messages are on top.
     alone = plan("tiny", near(1e9), tokens_per_step=1024, micro_batch=1, stages=1).search.fastest
     whole = next(way for way in alone if way.candidate.mesh == "data=4").terms["compute_s"]
@@ -395,18 +404,6 @@ def test_a_run_measures_plans_and_is_held_against_its_plan(runner: CommandRunner
     assert run.steps[-1]["sent_bytes"] == pytest.approx(run.plan["predicted"]["sent_bytes"], rel=0.01)
 
 
-def test_the_lab_has_the_links_of_the_machine() -> None:
-    assert str(lab_of(machine(FAST))) == "nodes=4,rate=100000kbit,local_size=1"
-    assert str(lab_of(machine(FAST, bad=(0, 2)))) == "nodes=4,rate=100000kbit,local_size=1,link=0-2:10000kbit"
-    whole = machine(FAST)
-    rates = tuple(tuple(SLOW if 3 in (a, b) else FAST for b in range(4)) for a in range(4))
-    slow = replace(whole, network=replace(whole.network, rates=rates))
-    assert str(lab_of(slow)) == "nodes=4,rate=100000kbit,local_size=1,slow=3:10000kbit"
-    near = replace(whole, network=replace(whole.network, nodes=(0, 0, 1, 1)))
-    assert str(lab_of(near)) == "nodes=2,rate=100000kbit,local_size=2"
-    assert lab_of(replace(whole, network=replace(whole.network, nodes=(0,) * 4))).rate is None
-
-
 def test_the_best_ways_race_and_the_fastest_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -437,6 +434,8 @@ def test_the_best_ways_race_and_the_fastest_is_written(
     assert run_plan([*flags, "--verify", "3"]) == 0
     printed = capsys.readouterr().out
     assert "The plan against the race" in printed and "takes 3.00 times as long" in printed
+    assert "links as measured\n" in printed
+    assert "the border between computing and waiting is not predicted" in " ".join(printed.split())
     written, last = read_toml(out, Problems()), raced[2]
     assert f"micro_batch={written.micro_batch}" in last and last.startswith(written.strategy)
     assert (f"stages={written.stages}" in last) == (written.stages is not None)

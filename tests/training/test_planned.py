@@ -56,7 +56,7 @@ def test_links_that_have_changed_are_named(plan: Path, monkeypatch: pytest.Monke
     warnings: list[str] = []
     found = Planned(config(plan, order=(0, 2, 1)), RANKS, warnings.append)
     assert len(warnings) == 1 and "the link 0 to 2 has drifted since the plan was made: 100 Mbit/s" in warnings[0]
-    assert [list(each) for each in found.content["drifted"]] == [[0, 2, 12.5e6, 1.25e6]]
+    assert [list(each) for each in found.content["drifted"]] == [[0, 2, 12.5e6, 1.25e6, 0.0, 0.0]]
     # Only what the plan uses is measured, by the run's ranks.
     assert asked == [{(0, 1), (0, 2), (1, 0), (2, 0)}]
     # Ranks 0 and 1, places 0 and 2, are on one node.
@@ -64,7 +64,29 @@ def test_links_that_have_changed_are_named(plan: Path, monkeypatch: pytest.Monke
     Planned(config(plan, order=(0, 2, 1)), RANKS, warnings.append)
     assert asked[1] == {(0, 1), (1, 0)}
     page = plan_table(read_run(plan.parent / "run"))
+    assert "the border between computing and waiting is not predicted" in page
     assert "0 to 2" in page and "-90 %" in page and "<td>step_s</td><td>1 s</td><td>1.50 s</td><td>50 %</td>" in page
+
+
+def test_a_link_over_another_way_is_named(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All links carry what was planned; that from 0 to 2 is 75 ms longer, and another by what a busy machine adds."""
+    delays = [[0.0, 5e-3, 80e-3], [5.9e-3, 0.0, 5e-3], [5e-3, 5e-3, 0.0]]
+    links = Network((0, 1, 2), ((12.5e6,) * 3,) * 3, tuple(map(tuple, delays)))
+    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted: links)
+    content = json.loads(plan.read_text()) | {"delays_s": [[5e-3] * 3] * 3}
+    warnings: list[str] = []
+    # Two messages of a step are late by 15% of it, one message by 7.5%; 100 by 9%, which is no more than jitter.
+    for number, names in ((2, 1), (1, 1), (0, 0)):
+        warnings.clear()
+        numbers = [[0, 0, number], [100, 0, 0], [0, 0, 0]]
+        plan.write_text(json.dumps(content | {"link_messages": numbers}))
+        found = Planned(config(plan), RANKS, warnings.append).content["drifted"]
+        assert len(warnings) == len(found) == names
+    plan.write_text(json.dumps(content | {"link_messages": [[0, 0, 2], [0] * 3, [0] * 3]}))
+    Planned(config(plan), RANKS, warnings.append)
+    assert "the link 0 to 2 has drifted" in warnings[0] and "100 now, 5 ms planned, 80 now" in warnings[0]
+    page = plan_table(read_run(plan.parent / "run"))
+    assert "0 to 2" in page and "0 %, 5 to 80 ms of delay" in page
 
 
 def test_a_fresh_plan_and_loopback_are_not_measured(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import TypeVar
 
 # Long enough that the buffers of a link, which swallow the first part at once, do not decide.
@@ -48,3 +49,15 @@ def bucket_of(num_bytes: float, once_s: float, twice_s: float, delay_s: float) -
     """
     rate = num_bytes / max(LEAST_S, twice_s - once_s, (twice_s - delay_s) / 2)
     return rate, max(0.0, num_bytes / rate - (once_s - delay_s))
+
+
+def common_burst(bursts: Mapping[tuple[int, int], float], nodes: Sequence[int]) -> float:
+    """The burst of a network, in seconds: the median over the links between nodes, or over all where there is one node.
+
+    Links inside a node have no bucket.
+
+    Args:
+        bursts: seconds by (from, to), see `bucket_of`. nodes: the node of each rank.
+    """
+    crossing = [burst_s for (a, b), burst_s in bursts.items() if nodes[a] != nodes[b]]
+    return median(crossing or bursts.values() or [0.0])

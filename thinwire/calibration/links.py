@@ -11,7 +11,16 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from thinwire.calibration.growth import LARGEST_BYTES, LEAST_S, PROBE_S, REST_S, SMALLEST_BYTES, bucket_of, grown
+from thinwire.calibration.growth import (
+    LARGEST_BYTES,
+    LEAST_S,
+    PROBE_S,
+    REST_S,
+    SMALLEST_BYTES,
+    bucket_of,
+    common_burst,
+    grown,
+)
 from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
@@ -77,15 +86,15 @@ def probed(comm: Communicator, wanted: Collection[tuple[int, int]] | None = None
     """Rates and delays between the ranks, in both directions, and how much they scatter, equal on all ranks.
 
     In each round, pairs of ranks that share no link send to each other in turns. Messages grow until they take PROBE_S
-    longer than a short one, whose time is the delay. Rates follow by `bucket_of`; the burst is the median over the
-    links. The faster of two probes counts, because other work on a machine only slows them. The scatter of a link is
+    longer than a short one, whose time is the delay. Rates follow by `bucket_of`, and the burst by `common_burst`.
+    The faster of two probes counts, because other work on a machine only slows them. The scatter of a link is
     what its slower probe of the longest message took beyond the faster one, as a share of it. A collective.
 
     wanted: pairs of ranks whose links are measured, the same on all ranks; others are without limit. None: all.
     """
     size, grid = comm.world_size, comm.topology
     rates, delays, scatter = ([[each] * size for _ in range(size)] for each in (float("inf"), 0.0, 0.0))
-    bursts = []
+    bursts = dict[tuple[int, int], float]()
     for pairs in rounds_on(grid, wanted):
         peer = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
 
@@ -100,12 +109,12 @@ def probed(comm: Communicator, wanted: Collection[tuple[int, int]] | None = None
         for rank, other in peer.items():
             delay_s, fastest_s = float(shorts[rank]), float(twice_s[:, rank].min())
             rate, burst_s = bucket_of(num_bytes[rank], min(once[rank], again[rank]), fastest_s, delay_s)
-            bursts.append(burst_s)
+            bursts[other, rank] = burst_s
             for source, target in _stands_for(grid, other, rank):
                 rates[source][target], delays[source][target] = rate, delay_s
                 scatter[source][target] = float(twice_s[:, rank].max()) / max(LEAST_S, fastest_s) - 1
     nodes = tuple(grid.node(rank) for rank in range(size))
-    network = Network(nodes, _rows(rates), _rows(delays), median(bursts) if bursts else 0.0)
+    network = Network(nodes, _rows(rates), _rows(delays), common_burst(bursts, nodes))
     return network, _rows(scatter)
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from thinwire.calibration.links import probed, shared_rates
-from thinwire.calibration.work import NUM_LEAST, Probe, probes, repeated
+from thinwire.calibration.work import LONGEST_S, NUM_LEAST, Probe, probes, repeated
 from thinwire.collectives import Communicator
 from thinwire.cost import Cores, Machine
 from thinwire.cost.graph import CARRY, ROUND
-from thinwire.cost.machine import launch_of
+from thinwire.cost.machine import CPU, launch_of
 from thinwire.device import Device
 from thinwire.models.llama import PRESETS, LlamaConfig
 
@@ -46,6 +46,7 @@ def calibrate(
     codecs: Iterable[str] = CODECS,
     device: Device | None = None,
     folder: str | Path | None = None,
+    longest_s: float = LONGEST_S,
     say: Callable[[str], None] = lambda line: None,
 ) -> Machine:
     """Measure the ranks of a communicator and the links between them. A collective; all ranks get the same result.
@@ -58,12 +59,13 @@ def calibrate(
         dtypes: compute types, "fp32" or "bf16".
         codecs: the codecs to time, as text.
         folder: a folder on the disk whose speed is measured; None: no disk is measured.
+        longest_s: seconds of a probe's repeats, after which fewer than 20 count, but at least three.
         say: called with a line of progress, and with a warning if other programs keep the cores busy.
 
     Raises PeerLostError if a rank is missing.
     """
     device = device or Device()
-    base = resident_bytes()
+    base = device.held_bytes()
     layers = layers or [
         replace(PRESETS[name], num_hidden_layers=1, vocab_size=256) for name in ("tiny", "demo", "125m")
     ]
@@ -75,8 +77,8 @@ def calibrate(
     say("measuring computing and packing ...")
     found = probes(layers, dtypes, codecs, device)
     is_first = hosts.index(hosts[comm.rank]) == comm.rank
-    alone, counts, busy = _alone(comm, found, is_first)
-    if device.kind == "cpu" and busy < LEAST_BUSY:
+    alone, counts, busy = _alone(comm, found, is_first, longest_s)
+    if device.kind == CPU and busy < LEAST_BUSY:
         say(
             f"warning: a rank that should compute without a pause got a core for {busy:.0%} of the time. Other "
             "programs keep the cores busy, and the rates are too low: measure again when they have ended"
@@ -93,7 +95,8 @@ def calibrate(
     made = Cores(hosts, cores)
     busiest = max(range(len(cores)), key=lambda host: hosts.count(host) / cores[host])
     base_slowdown = made.slowdown(busiest, threads * hosts.count(busiest))
-    is_shared = threads * hosts.count(busiest) > 1
+    # Each GPU computes for one rank.
+    is_shared = device.kind == CPU and threads * hosts.count(busiest) > 1
     contention = max(0.0, slowdown / base_slowdown - 1) if is_shared else 0.0
     return Machine(
         names, network, replace(made, contention=contention), rates, threads, share, speeds,
@@ -117,12 +120,6 @@ def fitted(layers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
             found[layer] = max(rate, long / long_s)
             found[kind] = 1 / max(1e-6, long_s - long / found[layer])
     return found
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds now, in bytes; 0 if the system does not say."""
-    status = Path("/proc/self/statm")
-    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
 def _gathered(comm: Communicator, values: Sequence[float]) -> Tensor:
@@ -155,7 +152,9 @@ def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple
     return hosts, names, cores, marks.count(mark)
 
 
-def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[Tensor, list[int], float]:
+def _alone(
+    comm: Communicator, found: Sequence[Probe], is_first: bool, longest_s: float
+) -> tuple[Tensor, list[int], float]:
     """Seconds of each probe on the first rank of each machine, fp64 [world_size, probes]; zeros for the other ranks.
 
     Also the number of repeats of each, the fewest of any machine, and the smallest share of that time in which such a
@@ -163,7 +162,7 @@ def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[
     """
     comm.barrier()
     start, start_cpu_s = time.perf_counter(), time.process_time()
-    runs = [repeated(probe.run) for probe in found] if is_first else []
+    runs = [repeated(probe.run, longest_s) for probe in found] if is_first else []
     busy = (time.process_time() - start_cpu_s) / (time.perf_counter() - start) if is_first else 1.0
     own = [median(each) for each in runs] or [0.0] * len(found)
     counts = _gathered(comm, [len(each) for each in runs] or [math.inf] * len(found)).amin(0)

@@ -17,16 +17,12 @@ if TYPE_CHECKING:
     from thinwire.compare.contestants import Contestant
     from thinwire.compare.measure import Result
     from thinwire.compare.options import RaceConfig
-    from thinwire.cost import Machine
-    from thinwire.lab import LabSpec
     from thinwire.planner.search import Priced
     from thinwire.planner.training_plan import TrainingPlan
     from thinwire.run.config import TrainConfig
 
 # Steps of each way, at least: in each of two rounds, some warm up and the others are timed.
 STEPS, ROUNDS = 20, 2
-# A rate of two nodes that is lower than the others' by more than this is one of its own.
-SLOWER = 0.9
 # Parts of a prediction, and how a race calls them.
 TERMS = {
     "step_s": "step_s", "compute_s": "compute_s", "exposed_comm_s": "exposed_comm_s", "codec_s": "codec_s",
@@ -97,18 +93,21 @@ def raced(config: PlanConfig, found: TrainingPlan, ways: Sequence[Priced], name:
     Prints predicted beside measured. name: of the race's folder, behind that of the plan. Raises ConfigError where the
     lab can't be made, StoppedError after a signal.
     """
+    from thinwire.compare.emulate import emulated
     from thinwire.compare.options import RaceConfig
     from thinwire.compare.run import race
     from thinwire.run.signals import StoppedError
 
     contestants = [contestant(number, way, found) for number, way in enumerate(ways, 1)]
     out = Path(config.out)
+    lab, told = emulated(found.machine)
     asked = RaceConfig(
-        lab=str(lab_of(found.machine)), rounds=ROUNDS, bound=False, overwrite=True,
+        lab=str(lab), rounds=ROUNDS, bound=False, overwrite=True,
         out=str(out.with_name(f"{out.stem}-{name}")),
     )  # fmt: skip
     shared = with_exchanges(asked, shared_of(config, found), contestants)
-    print(f"racing {len(ways)} way(s) in the lab, {asked.lab}: links as measured, on the cores of this machine")
+    print(f"racing {len(ways)} way(s) in the lab, {lab}, on the cores of this machine")
+    print("links as measured" if not told else "links are not all as measured: " + "; ".join(told))
     if shared.steps > STEPS:
         print(
             f"{shared.steps} steps of each, in place of {STEPS}: islands exchange rarely, and a whole period is timed"
@@ -173,37 +172,13 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     return Contestant(f"{number}-{strategy}{stages}", strategy, options)
 
 
-def lab_of(machine: Machine) -> LabSpec:
-    """A lab network with the links of a machine: the fastest rate for all, and the nodes and pairs that are slower."""
-    from thinwire.lab import LabSpec
-
-    network, size = machine.network, machine.local_size
-    rates: dict[tuple[int, int], float] = {}
-    for a, b in network.pairs:
-        pair = min(a // size, b // size), max(a // size, b // size)
-        if pair[0] != pair[1]:
-            rates[pair] = min(rates.get(pair, math.inf), network.rates[a][b])
-    nodes = machine.num_ranks // size
-    if not rates:
-        return LabSpec(nodes=nodes, rate=None, local_size=size)
-    # A node reaches nobody faster than its own link lets it.
-    own = [max(rate for pair, rate in rates.items() if node in pair) for node in range(nodes)]
-    slow = {node: _text(rate) for node, rate in enumerate(own) if rate < SLOWER * max(own)}
-    link = {(a, b): _text(rate) for (a, b), rate in rates.items() if rate < SLOWER * min(own[a], own[b])}
-    return LabSpec(nodes=nodes, rate=_text(max(own)), local_size=size, slow=slow, link=link)
-
-
-def _text(rate: float) -> str:
-    """As text, the rate of a link that carries this many bytes of messages per second."""
-    return f"{8e-3 * rate:.0f}kbit"
-
-
 def show(contestants: Sequence[Contestant], ways: Sequence[Priced], result: Result) -> None:
     """Print the parts of each candidate's step, predicted and measured."""
     from rich.console import Console
     from rich.table import Table
 
     from thinwire.planner.table import PLAIN_WIDTH
+    from thinwire.report.page import BORDER
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -218,6 +193,7 @@ def show(contestants: Sequence[Contestant], ways: Sequence[Priced], result: Resu
         for line in compared(way.terms, vars(row.mean)):
             table.add_row(one.name, *line)
     console.print(table)
+    console.print(BORDER)
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float | None]) -> Iterator[tuple[str, ...]]:

@@ -48,8 +48,14 @@ class Clock(Generic[T]):
         self._numbers = itertools.count()
 
     def work(self, rank: int, seconds: float, what: T, threads: float = 1.0) -> None:
-        """Begin work that takes `seconds` of this rank's threads if nothing else runs on its machine."""
+        """Begin work that takes `seconds` of this rank's threads if nothing else runs on its machine.
+
+        threads: 0: it takes no core, and no other work makes it longer.
+        """
         number, work = self.cores.hosts[rank], _Work(what, threads, seconds, self.now_s)
+        if not threads:
+            self._expect(work, 1.0)
+            return
         host = self._hosts[number]
         host.running.append(work)
         self._change(number)

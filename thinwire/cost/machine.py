@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cost.cores import Cores
-from thinwire.cost.graph import Work
+from thinwire.cost.graph import CARRY, ROUND, Work
 from thinwire.cost.machine_file import faults_in
 from thinwire.cost.network import Network
 from thinwire.errors import ConfigError
@@ -18,6 +18,8 @@ from thinwire.errors import ConfigError
 # Kinds of work: a layer and one of a mixture, each followed by its width and type, and their fixed costs.
 LAYER, MIXTURE = "layer", "mixture-layer"
 ANEW = "thinwire calibrate writes it anew"
+# The name of the device where no GPU computes.
+CPU = "cpu"
 
 
 def launch_of(layer: str) -> str:
@@ -35,17 +37,18 @@ class Machine:
         share: rate that is left while all ranks send to all others at once, divided by the rate with fairly shared
             ports.
         cores: on which the ranks compute.
-        threads: of each rank's training thread.
+        threads: of each rank's training thread, on the cores; see `threads_of`.
         rates: amount per second of each kind of Work on one rank alone; layers, such as "layer 256 fp32", in
             floating-point operations.
         speeds: of each rank, as a multiple of that in `rates`, which is the median rank's.
         memory_bytes: of one rank.
-        base_bytes: memory of a process before it has a model.
+        base_bytes: memory of a process before it has a model, where it computes.
         disk: bytes per second written and read.
         measured_at: date and time.
-        device: the device that computes.
-        kernels: of products of matrices on rank 0, by type: operations and bytes per second, and seconds of a launch;
-            see `Roofline`.
+        device: the device that computes: a GPU's name, or cpu.
+        kernels: of products of matrices on rank 0, by type and class: operations and bytes per second, and seconds of a
+            launch; see `Roofline`.
+        products: by type and shape: operations per second with random values, and with zeros.
         latencies_ns: of a load on rank 0, as (bytes that are walked through, nanoseconds).
         scatter: of each link, what the slower of its probes took beyond the faster one, as a share of it; empty: not
             known.
@@ -65,6 +68,7 @@ class Machine:
     measured_at: str = ""
     device: str = ""
     kernels: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     latencies_ns: tuple[tuple[float, float], ...] = ()
     scatter: tuple[tuple[float, ...], ...] = ()
     repeats: Mapping[str, int] = field(default_factory=dict)
@@ -80,6 +84,21 @@ class Machine:
         if len(sizes) > 1:
             raise ConfigError(f"nodes with {sorted(sizes)} ranks: all must have as many")
         return sizes.pop()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether GPUs compute."""
+        return self.device not in ("", CPU)
+
+    def threads_of(self, kind: str, *, trains: bool = False) -> int:
+        """Threads by which a kind of work keeps its machine's cores busy.
+
+        A GPU computes and packs by itself, so that nothing but messages takes cores there. trains: whether it is the
+        training thread that works.
+        """
+        if self.on_gpu and kind not in (CARRY, ROUND):
+            return 0
+        return self.threads if trains else 1
 
     @property
     def fabric(self) -> Network:

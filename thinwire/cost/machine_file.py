@@ -61,6 +61,7 @@ def rules_for(num_ranks: int) -> dict[str, Check]:
         "measured_at": text,
         "device": text,
         "kernels": named(listed(number(endless=True), 3)),
+        "products": named(listed(number(above=True), 2)),
         "latencies_ns": listed(listed(number(), 2)),
         "scatter": optional(table(number(), num_ranks)),
         "repeats": named(whole(1)),

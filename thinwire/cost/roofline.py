@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.errors import ConfigError
@@ -34,32 +34,49 @@ class Roofline:
 
     @classmethod
     def fitted(cls, samples: Sequence[Sample]) -> Roofline:
-        """The rates and the launch with the least squares of log(predicted / measured), by a search along each axis.
-
-        Raises ConfigError without samples, and for one that takes no time.
-        """
-        if not samples or min(seconds for _, _, seconds in samples) <= 0:
-            raise ConfigError(f"a roofline of {len(samples)} samples: give one or more, each with seconds above 0")
-        flops = max(max(operations / seconds for operations, _, seconds in samples), 1.0)
-        rate = max(max(num_bytes / seconds for _, num_bytes, seconds in samples), 1.0)
-        best = cls(flops, rate, 0.5 * min(seconds for _, _, seconds in samples))
-        least, step = best.error(samples), 1.0
-        while step > 1e-4:
-            around = [
-                replace(best, **{name: getattr(best, name) * math.exp(sign * step)})
-                for name in ("flops", "rate", "launch_s")
-                for sign in (-1, 1)
-            ]
-            nearer = min(around, key=lambda each: each.error(samples))
-            if nearer.error(samples) < least:
-                best, least = nearer, nearer.error(samples)
-            else:
-                step /= 2
-        return best
+        """The one with the least squares of log(predicted / measured); see `rooflines_of`."""
+        return rooflines_of({"": samples})[""]
 
     def error(self, samples: Sequence[Sample]) -> float:
         """Sum of the squares of log(predicted / measured)."""
         return sum(math.log(self.seconds(*given) / seconds) ** 2 for *given, seconds in samples)
+
+
+def rooflines_of(classes: Mapping[str, Sequence[Sample]]) -> dict[str, Roofline]:
+    """One for each class of kernels, all with the same launch.
+
+    They have the least squares of log(predicted / measured), by a search along each axis. It begins at the operations
+    that a class has reached, and at the bytes that any has, since those of one class may never bound it. Raises
+    ConfigError without samples, and for one that takes no time.
+    """
+    samples = [sample for own in classes.values() for sample in own]
+    if not samples or min(seconds for _, _, seconds in samples) <= 0:
+        raise ConfigError(f"a roofline of {len(samples)} samples: give one or more, each with seconds above 0")
+    rate, launch_s = max(1.0, *(num / seconds for _, num, seconds in samples)), 0.5 * min(each[2] for each in samples)
+    best = {
+        name: Roofline(max([1.0, *(operations / seconds for operations, _, seconds in own)]), rate, launch_s)
+        for name, own in classes.items()
+    }  # fmt: skip
+
+    def error(found: Mapping[str, Roofline]) -> float:
+        return sum(found[name].error(own) for name, own in classes.items())
+
+    least, step = error(best), 1.0
+    while step > 1e-4:
+        factors = (math.exp(-step), math.exp(step))
+        around = [
+            {**best, name: replace(own, **{what: getattr(own, what) * factor})}
+            for name, own in best.items() for what in ("flops", "rate") for factor in factors
+        ]  # fmt: skip
+        around += [
+            {name: replace(own, launch_s=own.launch_s * factor) for name, own in best.items()} for factor in factors
+        ]
+        nearer = min(around, key=error)
+        if error(nearer) < least:
+            best, least = nearer, error(nearer)
+        else:
+            step /= 2
+    return best
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class _Run:
         assert isinstance(task.does, Work)
         self.is_busy.add(lane)
         self.begun[number] = self.clock.now_s
-        threads = self.machine.threads if lane[1] == TRAINING else 1
+        threads = self.machine.threads_of(task.does.kind, trains=lane[1] == TRAINING)
         self.clock.work(task.rank, self.machine.seconds(task.rank, task.does), number, threads)
 
     def _end(self, number: int) -> None:

@@ -20,6 +20,10 @@ from thinwire.models.presets import NAMES as PRESETS
 # Of rates, by the first word of their kind.
 UNITS = dict.fromkeys((LAYER, MIXTURE), "GFLOP/s")
 UNITS |= dict.fromkeys((launch_of(f"{LAYER} ").strip(), launch_of(f"{MIXTURE} ").strip(), ROUND), "thousand/s")
+# Of products, as torch calls them.
+DTYPES = ("float32", "bfloat16")
+# A probe has this long for its 20 repeats: nobody waits to train.
+PATIENT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def measure(config: CalibrateConfig) -> int:
     machine = calibrate(
         comm, layers=[replace(SIZES[name], num_hidden_layers=1, vocab_size=257) for name in config.models],
         dtypes=config.dtypes, codecs=dict.fromkeys((*CODECS, *config.codecs)), device=device, folder=config.disk,
-        say=lambda what: print(what, flush=True) if comm.rank == 0 else None,
+        longest_s=PATIENT_S, say=lambda what: print(what, flush=True) if comm.rank == 0 else None,
     )  # fmt: skip
     if comm.rank == 0:
         told: list[str] = []
@@ -199,24 +203,25 @@ def with_kernels(machine: Machine, device: Any) -> tuple[Machine, list[str]]:
     """The machine with what products on a device and caches of the processor take, and lines about them."""
     from dataclasses import astuple, replace
 
-    from thinwire.calibration.kernels import latencies_ns, products, rooflines
+    from thinwire.calibration.kernels import CACHE_BYTES, cached_bytes, fall_of, latencies_ns, products, rooflines
 
-    found, caches = list(products(("float32", "bfloat16"), device)), latencies_ns()
-    fits = rooflines(found)
+    found, caches = list(products(DTYPES, device)), latencies_ns()
+    cached = cached_bytes(caches) if device.kind == "cpu" else CACHE_BYTES
+    fits, pairs = rooflines(found, cached), list(zip(found[::2], found[1::2], strict=True))
+    rates = {own.name: (own.operations / own.seconds, own.operations / zeros.seconds) for own, zeros in pairs}
+    best = {dtype: max(rate for name, (rate, _) in rates.items() if name.startswith(dtype)) for dtype in DTYPES}
     lines = [f"{'product':<28} {'random':>14} {'zeros':>14}   GFLOP/s"]
-    for own, zeros in zip(found[::2], found[1::2], strict=True):
-        name = f"{own.dtype} {' x '.join(map(str, own.shape))}"
-        lines.append(
-            f"  {name:<26} {own.operations / own.seconds / 1e9:>14.4g} {zeros.operations / zeros.seconds / 1e9:>14.4g}"
-        )
+    lines += [f"  {name:<26} {random / 1e9:>14.4g} {zeros / 1e9:>14.4g}" for name, (random, zeros) in rates.items()]
     for name, fit in fits.items():
         lines.append(
             f"  {name}: max(operations / {fit.flops / 1e9:.4g} G, bytes / {fit.rate / 1e9:.4g} G) + "
-            f"{1e6 * fit.launch_s:.3g} us"
+            f"{1e6 * fit.launch_s:.3g} us; {fit.flops / best[name.split()[0]]:.0%} of the best product's operations, "
+            f"{fit.rate / machine.rates['copy']:.0%} of a copy's bytes"
         )
     lines.append("a load of the processor: " + ", ".join(f"{size >> 10} KiB {ns:.3g} ns" for size, ns in caches))
+    lines.append(f"  from one size to the next it is never faster by more than {fall_of(caches):.0%}")
     kernels = {name: astuple(fit) for name, fit in fits.items()}
-    return replace(machine, kernels=kernels, latencies_ns=tuple(caches)), lines
+    return replace(machine, kernels=kernels, products=rates, latencies_ns=tuple(caches)), lines
 
 
 def lines_on(machine: Machine) -> list[str]:

@@ -119,7 +119,7 @@ def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
         )
     if config.inner is not None:
         problems.messages.append(f"{what} chooses no islands; nearest: --strategy diloco --inner {config.inner}")
-    if type(model) is not Llama:
+    if not isinstance(model, Llama):
         problems.messages.append(f"{what} is for presets such as demo, and not for {config.model}; nearest: {stated}")
     if config.tables.get(PIPELINE, {}).get("recover", NONE) != NONE:
         problems.messages.append(f"{what} with recover: a restarted process can't choose; nearest: {stated}")

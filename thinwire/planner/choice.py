@@ -11,7 +11,9 @@ from thinwire.methods.own_pace.base import OwnPaceMethod
 from thinwire.options import CHOSEN_FROM, ISLANDS, Tables, has_islands
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.objective import Objective, methods_of, objective_of
+from thinwire.planner.optimizers import ADAMW
 from thinwire.registry import STRATEGIES, class_of
+from thinwire.run.optimizer import name_of
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,10 @@ def unpriced(names: Sequence[str]) -> list[str]:
     return found if names else ["--strategies is empty: name at least one, or all"]
 
 
-def choice_of(strategies: Sequence[str] | None, tables: Tables) -> StrategyChoice:
+def choice_of(strategies: Sequence[str] | None, tables: Tables, optimizer: str = ADAMW) -> StrategyChoice:
     """The choice among these strategies; None: those of CHOSEN_FROM, and islands of which it is known what they learn.
 
-    Raises ConfigError with all errors at once.
+    Of them those that take the optimizer. Raises ConfigError with all errors at once.
     """
     names = (*CHOSEN_FROM, *ISLANDS) if strategies is None else tuple(strategies)
     if problems := unpriced(names):
@@ -70,6 +72,11 @@ def choice_of(strategies: Sequence[str] | None, tables: Tables) -> StrategyChoic
     plain = tuple(name for name in names if not has_islands(name))
     inner = plain or CHOSEN_FROM
     methods = methods_of((*inner, *outer), tables)
+    if (name := name_of(optimizer)) != ADAMW:
+        taking = tuple(each for each in inner if name in methods[each].optimizers)
+        if not taking:
+            raise ConfigError(f"--optimizer {optimizer}: none of {', '.join(inner)} takes it; nearest: {ADAMW}")
+        inner = taking
     objective, left_out = objective_of(methods), frozenset[str]()
     if strategies is None and objective.unknown:
         left_out = objective.unknown

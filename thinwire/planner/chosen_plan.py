@@ -17,19 +17,22 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.groups import forget_groups
 from thinwire.collectives.store_gather import told_by_first
 from thinwire.cost import Machine
+from thinwire.cost.machine import LAYER, MIXTURE
 from thinwire.data import load_tokenizer
 from thinwire.device import choose, take
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, build_skeleton
-from thinwire.options import CHOSEN_FROM, PIPELINE, SEQUENCE, model_table
+from thinwire.options import CHOSEN_FROM, EXPERTS, PIPELINE, SEQUENCE, model_table
 from thinwire.planner.objective import methods_of
+from thinwire.planner.optimizers import ADAMW, COUNTED
 from thinwire.planner.options import AUTO
 from thinwire.planner.plan import ALL_AXES, plan
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
-from thinwire.run.effects import batch_row, pipeline_rows
+from thinwire.run.effects import batch_row, pipeline_rows, unused_rows
+from thinwire.run.optimizer import name_of
 from thinwire.run.place import ProcessPlace
 from thinwire.run.run import Run
 from thinwire.run.run_dir import RunDir
@@ -62,7 +65,7 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
             found = planned(config, model, machine, dtype)
             planned_s = time.perf_counter() - start - measured_s
             spent = f"measured in {seconds_text(measured_s)}, planned in {seconds_text(planned_s)}"
-            rows = [*found.rows(asked_by(config)), *rows_on(machine, spent, config)]
+            rows = [*found.rows(asked_by(config)), *rows_on(machine, spent, config), *optimizer_rows(config)]
             told = "", {**changes(config, found), "plan": str(RunDir(config.run_dir).plan)}, rows
             RunDir(config.run_dir).machine.write_text(machine.to_json())
             RunDir(config.run_dir).plan.write_text(found.to_json())
@@ -79,6 +82,7 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
     if place.rank:
         # Nodes of the lab share a terminal, and the rows are long.
         return made, []
+    rows += [row for row in unused_rows(made) if row[0].startswith(f"--{EXPERTS}.")]
     return made, [*rows, batch_row(made.config, batch, made.config.num_shares), *pipeline_rows(made, batch)]
 
 
@@ -120,7 +124,7 @@ def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> 
     return plan(
         model, machine, tokens_per_step=derive(config, config.world_size).tokens_per_step, seq_len=config.seq_len,
         micro_batch=config.micro_batch, strategies=strategies_of(config), stages=stages, dtype=dtype,
-        tables=config.tables, axes=ALL_AXES if config.is_planned_late else stated,
+        tables=config.tables, axes=ALL_AXES if config.is_planned_late else stated, optimizer=config.optimizer or ADAMW,
     )  # fmt: skip
 
 
@@ -129,7 +133,10 @@ def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
     values = found.values
     values.pop("local_size")
     tables = dict(config.tables)
-    for name in {PIPELINE, SEQUENCE} & values.keys():
+    if EXPERTS in tables and EXPERTS not in values:
+        # Every rank has all of them, and nothing is left to be chosen.
+        tables[EXPERTS] = {**tables[EXPERTS], "parallel": 1}
+    for name in {PIPELINE, SEQUENCE, EXPERTS} & values.keys():
         tables[name] = {**tables.get(name, {}), **values.pop(name)}
     return {"stages": None, "tensor": None, **values, "tables": tables}
 
@@ -139,6 +146,15 @@ def rows_on(machine: Machine, spent: str, config: TrainConfig) -> list[Row]:
     network = machine.network
     rates = [8e-6 * network.rates[a][b] for a, b in network.pairs if network.ports((a, b))]
     links = f", links {min(rates):.3g} to {max(rates):.3g} Mbit/s" if rates else ""
-    flops = next(rate for kind, rate in machine.rates.items() if kind.startswith("layer "))
+    flops = next(rate for kind, rate in machine.rates.items() if kind.split()[0] in (LAYER, MIXTURE))
     where = "; loopback, no network: a plan for this machine alone" if all_on_this_machine(machine.num_ranks) else ""
     return [("measured for it", f"{flops / 1e9:.3g} GFLOP/s a rank{links}", f"{spent}{where}")]
+
+
+def optimizer_rows(config: TrainConfig) -> list[Row]:
+    """A row about what the plan does not know of the optimizer."""
+    name = name_of(config.optimizer or ADAMW)
+    if name == ADAMW:
+        return []
+    counted = "counted, but AdamW's where the model is cut" if name in COUNTED else "counted as AdamW's"
+    return [(f"--optimizer {config.optimizer}", f"its state is {counted}", "the time of its step is not predicted")]

@@ -19,7 +19,6 @@ from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
 from thinwire.flags import flag
 from thinwire.hosts.ranks import along
-from thinwire.hosts.sums import looking_across
 from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import loss_in_effect
@@ -32,13 +31,11 @@ from thinwire.methods.pipeline.inside import check_inside, check_spread, why_not
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.sequence import SequenceParallel, Shape, facts
 from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
-from thinwire.methods.sums import planned_with
 from thinwire.methods.tables import by_tokens
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.seam import mixture_of
 from thinwire.models.tensor import activation_bytes, cut_skeleton, tensor_sizes
-from thinwire.optim import SummingOptimizer
 from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, SEQUENCE, build_strategy, model_table, strategy_table
 from thinwire.planner.candidates import LARGEST_MICRO_BATCH, AxisSizes, Candidate, candidates
 from thinwire.planner.experts import (
@@ -51,6 +48,7 @@ from thinwire.planner.experts import (
     with_splits,
 )
 from thinwire.planner.forward import kept_of
+from thinwire.planner.optimizers import ADAMW, COUNTED, by_optimizer, why_not_by
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import PLACED, Resident, where_all_lies
 from thinwire.planner.search import Search, exchange_s, search
@@ -58,7 +56,7 @@ from thinwire.planner.stages import Grid, Stages, held_bytes, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, enough_text, percent_text, seconds_text, short
-from thinwire.run.optimizer import name_of, optimizer_over, read_optimizer
+from thinwire.run.optimizer import name_of, read_optimizer
 from thinwire.table import Row
 
 NUM_LAYERS, WIDTH = 32, 1024
@@ -66,11 +64,14 @@ NUM_LAYERS, WIDTH = 32, 1024
 MORE_PASSES = "it takes so many forwards and backwards of each micro-batch"
 # Steps and warm-up steps of the run that strategies are planned for.
 NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
+<<<<<<< HEAD
 ADAMW = "adamw"
 # Optimizers whose state and messages are counted.
 COUNTED = (ADAMW, "muon", "dion", "apollo", "apollo-mini", "mfac")
 # Of so many strategies the memory of every stage is counted; of more that of the stages that may need the most.
 MOST_BY_STAGE = 3
+=======
+>>>>>>> p20c
 # Strategies among which --stages auto looks unless others are named.
 SEARCHED = ("zero", "sdp4bit")
 
@@ -577,23 +578,6 @@ def plan_on(
 def tokens_of(config: ExplainConfig) -> int:
     """Tokens of a rank's step."""
     return config.passes * config.micro_batch * config.seq_len
-
-
-def why_not_by(strategy: Method, optimizer: str) -> str:
-    """Why a strategy's plan can't be made for an optimizer, to follow its name; empty: it can."""
-    if name_of(optimizer) == ADAMW:
-        return ""
-    if isinstance(strategy, IslandsMethod):
-        return f"trains islands: ask for what trains them, such as --strategy {strategy.inner.name}"
-    return "" if name_of(optimizer) in strategy.optimizers else strategy.optimizers_reason
-
-
-def by_optimizer(plan: MethodPlan, strategy: Method, model: nn.Module, optimizer: str, grid: Topology) -> MethodPlan:
-    """The plan with the state and the messages of an optimizer in the place of AdamW's. Raises ConfigError."""
-    inner = optimizer_over(optimizer, model, lr=0.0, weight_decay=0.0, seed=0)
-    assert isinstance(inner, SummingOptimizer)
-    across = looking_across(inner, dict(model.named_parameters()))
-    return planned_with(plan, inner, strategy.cuts(model, grid, across), across, grid)
 
 
 def sequence_notes(

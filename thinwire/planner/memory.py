@@ -144,19 +144,31 @@ def error_of(estimator: Estimator, runs: Sequence[Recorded]) -> float:
     return fmean(abs(estimator.peak_bytes(run) / run.peak_bytes - 1) for run in runs)
 
 
-def read_runs(folder: str | Path) -> list[Recorded]:
-    """The runs under plans in a folder and below it. Raises ConfigError if there is none."""
-    found = []
+def figure_of(on_gpu: bool) -> str:
+    """The name of a run's figure that a plan's memory is compared with: of a process, or of its tensors on a GPU."""
+    return "peak_allocated_bytes" if on_gpu else "peak_rss_bytes"
+
+
+def read_runs(folder: str | Path, *, on_gpu: bool = False) -> list[Recorded]:
+    """The runs under plans in a folder and below it, on GPUs or on the CPU. Raises ConfigError if there is none.
+
+    The peak of a run on GPUs is that of its tensors there.
+    """
+    found, figure = [], figure_of(on_gpu)
     for path in sorted(Path(folder).rglob("summary.json")):
         try:
-            peak = float(json.loads(path.read_text())["peak_rss_bytes"])
+            summary = json.loads(path.read_text())
+            if (summary.get("device", "cpu") != "cpu") != on_gpu:
+                continue
+            peak = float(summary[figure])
             told = json.loads((path.parent / "plan.json").read_text())["memory"]
             run = Recorded(tuple(map(float, told["features"])), told["counted_bytes"], told["base_bytes"], peak)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             # A run without a plan, or of an earlier version.
             continue
         if len(run.features) == WIDTHS[0] and min(*run.features, run.counted_bytes, peak) > 0:
             found.append(run)
     if not found:
-        raise ConfigError(f"--runs {folder}: holds no finished run that followed a plan; leave --runs out")
+        where = "GPUs" if on_gpu else "the CPU"
+        raise ConfigError(f"--runs {folder}: holds no finished run on {where} that followed a plan; leave --runs out")
     return found

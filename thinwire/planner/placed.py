@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from thinwire.cost import Cores, Machine, Network, Work
 from thinwire.cost.closed import trip_s
-from thinwire.cost.machine import launch_of
+from thinwire.cost.machine import LAYER, launch_of
 from thinwire.methods.options import FP32
 from thinwire.methods.pipeline import Costs
 from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES
@@ -60,7 +60,7 @@ class PlacedMachine(Grid):
     @property
     def busy(self) -> float:
         """How much longer work takes while all ranks compute, on the machine where that is most: all wait for it."""
-        cores, threads = self.machine.cores, self.machine.threads
+        cores, threads = self.machine.cores, self.machine.threads_of(LAYER, trains=True)
         return max(cores.slowdown(host, threads * cores.hosts.count(host)) for host in set(cores.hosts))
 
     def sum_s(self, num_bytes: float, tensor: int) -> float:
@@ -98,8 +98,9 @@ class PlacedMachine(Grid):
 
     def cores(self, stages: int) -> Cores:
         own = self.machine.part(self.slowest(stages)).cores
-        # A stage's work is one piece, on all of its rank's threads.
-        return replace(own, num=tuple(num / self.machine.threads for num in own.num))
+        # A stage's work is one piece, on all of its rank's threads; on a GPU it takes no core.
+        threads = self.machine.threads_of(LAYER, trains=True)
+        return replace(own, num=tuple(num / threads if threads else math.inf for num in own.num))
 
     def costs(self, found: Costs, options: Pipeline, stages: int) -> Costs:
         ranks, home = self.slowest(stages), options.home(stages)

@@ -17,6 +17,7 @@ from thinwire.planner.candidates import AxisSizes, Candidate, candidates
 from thinwire.planner.choice import StrategyChoice, choice_of
 from thinwire.planner.islands import price, roughly_islands
 from thinwire.planner.memory import Estimator, Offset
+from thinwire.planner.optimizers import ADAMW, takes
 from thinwire.planner.options import AUTO
 from thinwire.planner.prices import disk_floor
 from thinwire.planner.pricing import Pricing
@@ -48,6 +49,7 @@ def plan(
     tables: Tables | None = None,
     estimator: Estimator | None = None,
     axes: Collection[str] = ALL_AXES,
+    optimizer: str = ADAMW,
 ) -> TrainingPlan:
     """Find the fastest way to train on a machine: strategy, mesh, micro-batch, borders, and the order of ranks.
 
@@ -70,6 +72,8 @@ def plan(
         tables: options of strategies, and those of the pipeline and of experts that are fixed.
         estimator: of the memory of a process; None: 1.5 times what is counted, and what it holds before.
         axes: those of ALL_AXES over which ranks may be divided, besides data.
+        optimizer: with its options. Its state is counted where the model is not cut, elsewhere AdamW's; strategies and
+            meshes that it can't train with are left out.
 
     Raises ConfigError if nothing fits; it names the least memory that would do.
     """
@@ -83,17 +87,19 @@ def plan(
     problems.messages += wrong_sizes(
         llama, ranks, tokens_per_step=tokens_per_step, seq_len=seq_len, micro_batch=micro_batch, stages=stages
     )
-    choice = problems.note(choice_of, strategies, tables)
+    choice = problems.note(choice_of, strategies, tables, optimizer)
     problems.raise_any()
     assert choice is not None
-    pricing = Pricing(llama, machine, choice.methods, seq_len, dtype, estimator or Offset(), tables)
+    pricing = Pricing(
+        llama, machine, choice.methods, seq_len, dtype, estimator or Offset(), tables, optimizer=optimizer
+    )  # fmt: skip
     listed = [
         way
         for way in candidates(
             ranks, len(llama.model.layers), tokens_per_step // seq_len, choice.inner, tables.get(PIPELINE, {}),
             micro_batch, axes_of(llama, machine, seq_len, tables, axes), choice.outer,
         )
-        if stages in (None, way.stages) and (way.outer or choice.has_plain)
+        if stages in (None, way.stages) and (way.outer or choice.has_plain) and takes(optimizer, way)
     ]  # fmt: skip
     if not listed:
         raise no_mesh(ranks, tokens_per_step, seq_len, tables, strategies, stages)

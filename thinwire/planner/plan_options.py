@@ -51,8 +51,8 @@ class PlanConfig:
     out: str = "plan.toml"
     """File to write; the prediction goes beside it, with the ending .json."""
     verify: int = 0
-    """How many of the fastest ways to race in the lab, on links of the measured rates; print predicted beside measured,
-    and write the fastest. 0: no race."""
+    """How many of the fastest ways to race in the lab, on links like the measured ones and on the CPU; print predicted
+    beside measured, and write the fastest. 0: no race."""
     trace: str | None = None
     """File for the simulated step's timeline, which Perfetto shows."""
     tables: Annotated[Mapping[str, Mapping[str, Any]], tyro.conf.Suppress] = field(default_factory=dict)

@@ -25,10 +25,12 @@ from thinwire.planner.attention import AttentionCost, attention_of
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.forward import dense_of, layer_and_ends
 from thinwire.planner.memory import Estimator, Offset, Recorded, features_of
+from thinwire.planner.optimizers import ADAMW, COUNTED, by_optimizer
 from thinwire.planner.order import RankOrder
 from thinwire.planner.placed import PlacedMachine
 from thinwire.planner.stages import Stages, stages_of
 from thinwire.registry import check_on_mesh
+from thinwire.run.optimizer import name_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Pricing:
     """Prices candidates for one model on one machine.
 
     methods: by name of the strategy, and of the method of islands. dtype: the compute type. estimator: of the memory of
-    a process. tables: options that are stated. spreads, orders: what islands exchange, and the best orders of nodes,
-    once they are known.
+    a process. tables: options that are stated. optimizer: whose state is counted where the model is not cut; elsewhere
+    AdamW's is. spreads, orders: what islands exchange, and the best orders of nodes, once they are known.
     """
 
     model: Llama
@@ -56,6 +58,7 @@ class Pricing:
     dtype: str
     estimator: Estimator = field(default_factory=Offset)
     tables: Tables = field(default_factory=dict)
+    optimizer: str = ADAMW
     spreads: dict[Hashable, dict[tuple[str, str], int]] = field(default_factory=dict)
     orders: dict[Hashable, RankOrder] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], Pricing] = field(default_factory=dict)
@@ -163,7 +166,11 @@ class Pricing:
         shapes = tuple(param.shape for param in part.parameters())
         key = (way.strategy, way.sharing, way.tensor, way.num_micro_batches, shapes)
         if key not in self._plans:
-            self._plans[key] = self.methods[way.strategy].plan(part, self.replicas(way), way.num_micro_batches)
+            method, grid = self.methods[way.strategy], self.replicas(way)
+            found = method.plan(part, grid, way.num_micro_batches)
+            if name_of(self.optimizer) in COUNTED[1:] and part is self.model:
+                found = by_optimizer(found, method, part, self.optimizer, grid)
+            self._plans[key] = found
         return self._plans[key]
 
     def _exchange(self, way: Candidate, stages: Stages, stage: int, grid: PlacedMachine) -> Timeline:

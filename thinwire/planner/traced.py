@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from thinwire.cost.simulator import TRAINING
@@ -68,6 +68,20 @@ def link_bytes(pricing: Pricing, priced: Priced) -> dict[tuple[int, int], float]
         return dict(found)
     for pair, num_bytes in beside_spans(pricing, priced).items():
         found[pair] += num_bytes  # type: ignore[assignment]
+    return dict(found)
+
+
+def link_messages(pricing: Pricing, priced: Priced, spans: Iterable[TraceSpan]) -> dict[tuple[int, int], int]:
+    """Messages of one step, by (from rank, to rank), without those of torch on a tensor axis and of islands.
+
+    spans: of `spans_of`. Attention sends two in each layer of a micro-batch, forward and backward, and experts four.
+    """
+    way, found = priced.candidate, Counter((span.rank, span.target) for span in spans if span.target is not None)
+    passes = way.num_micro_batches * len(pricing.model.model.layers)
+    for pair in pricing.attention(way, priced.order).sent if not way.outer else ():
+        found[pair] += 2 * passes
+    for pair in shared_experts(pricing, way).link_bytes if way.experts > 1 and not way.outer else ():
+        found[pair] += 4 * passes
     return dict(found)
 
 

@@ -11,10 +11,11 @@ from thinwire.cost import Machine
 from thinwire.cost.trace import merged, trace_events
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.memory import figure_of
 from thinwire.planner.objective import Objective
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Priced, Search
-from thinwire.planner.traced import link_bytes, spans_of
+from thinwire.planner.traced import link_bytes, link_messages, spans_of
 from thinwire.report.units import seconds_text
 from thinwire.table import Row
 
@@ -34,6 +35,12 @@ class TrainingPlan:
     def best(self) -> Priced:
         """The fastest candidate that fits."""
         return self.search.fastest[0]
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """The parts of the best candidate's step, by the names of a run's figures."""
+        memory = {figure_of(False): figure_of(self.machine.on_gpu)}
+        return {memory.get(name, name): value for name, value in self.best.terms.items()}
 
     @property
     def values(self) -> dict[str, Any]:
@@ -76,15 +83,17 @@ class TrainingPlan:
             ranks = range(self.machine.num_ranks)
             return [[None if a == b else values(a, b) for b in ranks] for a in ranks]
 
-        timeline = merged(spans_of(self.pricing, best))
+        spans = list(spans_of(self.pricing, best))
+        timeline, numbers = merged(spans), link_messages(self.pricing, best, spans)
         return json.dumps({
-            "flags": best.candidate.flags, "order": best.order, "predicted": dict(best.terms),
+            "flags": best.candidate.flags, "order": best.order, "predicted": self.predicted,
             "memory": None if best.counted is None else asdict(best.counted),
             "measured_at": self.machine.measured_at, "nodes": network.nodes, "names": self.machine.names,
             "candidates": shown,
             "not_chosen": aside, "objective": self.objective.why,
             "rates": rows(lambda a, b: network.rates[a][b]), "delays_s": rows(lambda a, b: network.delays_s[a][b]),
             "link_bytes": rows(lambda a, b: carried.get((a, b), 0.0)),
+            "link_messages": rows(lambda a, b: numbers.get((a, b), 0)),
             "timeline": [[*names, round(begin, 6), round(end, 6)] for *names, begin, end in timeline],
         }) + "\n"  # fmt: skip
 

@@ -34,7 +34,8 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     """Plan as asked, and print the reasons. Raises ConfigError with all errors at once."""
     machine = problems.note(Machine.read, config.machine)
     memory = None if config.memory is None else problems.note(read_bytes, config.memory)
-    learnt = None if config.runs is None else problems.note(learnt_memory, config.runs)
+    on_gpu = machine is not None and machine.on_gpu
+    learnt = None if config.runs is None else problems.note(learnt_memory, config.runs, on_gpu)
     stated = map(str.strip, config.strategies.split(","))
     names = None if config.strategies.strip() == "all" else tuple(filter(None, stated))
     problems.messages += unpriced(names) if names is not None else []
@@ -45,6 +46,8 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     if config.tables.get(PIPELINE, {}).get("across", STAGES) not in (STAGES, "auto"):
         problems.messages.append("--pipeline.across: a plan finds an order in which stages cross nodes; leave it out")
     problems.messages += wrong_outputs(config)
+    if machine is not None and config.verify:
+        problems.note(check_raced, machine, config)
     with problems.collect():
         table = config.tables.get(model_table(config.model) or "", {})
         words, seq_len = load_tokenizer(config.tokenizer).vocab_size, max(1, config.seq_len)
@@ -73,15 +76,25 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     return found
 
 
+def check_raced(machine: Machine, config: PlanConfig) -> None:
+    """Raise ConfigError for a race of ways for GPUs: the lab's ranks train on the CPU, where others are the fastest."""
+    if machine.on_gpu:
+        plain = f"thinwire plan --machine {config.machine}"
+        raise ConfigError(
+            f"--machine {config.machine}: was measured on {machine.device}, and ranks of the lab train on the CPU, "
+            f"where another way may be the fastest; nearest: {plain} without --verify"
+        )
+
+
 def tokens_of(config: PlanConfig, machine: Machine) -> int:
     """Tokens of a step, as stated or by default."""
     default = SEQUENCES * config.seq_len * machine.num_ranks
     return default if config.tokens_per_step is None else config.tokens_per_step
 
 
-def learnt_memory(folder: str) -> tuple[Estimator, str]:
+def learnt_memory(folder: str, on_gpu: bool) -> tuple[Estimator, str]:
     """The estimator that recorded runs have taught, and why that one. Raises ConfigError."""
-    return fitted(read_runs(folder))
+    return fitted(read_runs(folder, on_gpu=on_gpu))
 
 
 def write_plan(config: PlanConfig, found: TrainingPlan) -> None:

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from thinwire.cost.drift import moved_s
 from thinwire.errors import ConfigError
 from thinwire.report.charts import Figure, figures
 from thinwire.report.machine import machine
@@ -21,6 +22,11 @@ from thinwire.report.timeline import timeline_figures
 from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
 
 PAYLOAD = "payload of rank 0"
+# What a reader of a step's parts, predicted and measured, must know.
+BORDER = (
+    "Where ranks share the cores of a machine, read the step and not its parts: the border between computing and "
+    "waiting is not predicted there."
+)
 # Formats of values in summary.json, by the suffix of their names; the first that matches is used.
 UNITS = {
     "_per_s": short, "_s": seconds_text, "_bytes": bytes_text, "_bytes_per_step": bytes_text, "tokens": short,
@@ -174,13 +180,21 @@ def plan_table(run: RunFiles) -> str:
             f"{source} to {target}",
             f"{8e-6 * before:.3g} Mbit/s",
             f"{8e-6 * after:.3g} Mbit/s",
-            percent_text(after / before - 1),
+            percent_text(after / before - 1) + later,
         )
-        for source, target, before, after in run.plan.get("drifted", ())
+        for source, target, before, after, later in map(drift_of, run.plan.get("drifted", ()))
     ]
     if drift:
         found += table("Links that have drifted", ("link", "planned", "measured", "change"), drift)
-    return f"{found}<p>{text(note)}</p>"
+    return f"{found}<p>{text(note)}</p><p>{text(BORDER)}</p>"
+
+
+def drift_of(drifted: Sequence[Any]) -> tuple[Any, Any, float, float, str]:
+    """A link that has drifted: its ranks, its rates, and words on its delays; plans of earlier versions have none."""
+    source, target, before, after, *delays = drifted
+    before_s, after_s = delays or (0.0, 0.0)
+    words = f", {1e3 * before_s:.3g} to {1e3 * after_s:.3g} ms of delay" if moved_s(before_s, after_s) else ""
+    return source, target, before, after, words
 
 
 def ways_table(run: RunFiles) -> str:

@@ -21,6 +21,7 @@ from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.methods.sequence.layout import AUTO
+from thinwire.models.moe import MIXTURES
 from thinwire.optim import JOINT, MESHED, OPTIMIZERS, WHOLE
 from thinwire.options import (
     CHOSEN_FROM,
@@ -91,7 +92,8 @@ class Run:
         if EXPERTS in tables:
             stated = config.tables.get(EXPERTS, {})
             # Until the ranks choose how many of them hold the experts, the fewest that can.
-            ranks = stated.get("slices", 1) if config.finds_expert_ranks else config.mesh_shape.expert
+            is_open = config.finds_expert_ranks or (config.is_planned_late and config.experts is None)
+            ranks = stated.get("slices", 1) if is_open else config.mesh_shape.expert
             experts = problems.note(made, ExpertParallel, {**stated, "parallel": ranks})
         residency = problems.note(residency_of, config)
         name = problems.note(optimizer_of, config, strategy, experts)
@@ -187,7 +189,8 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     asked = config.tables.get(RESIDENCY) or any(getattr(config, name) for name in FLAT)
     resident = {RESIDENCY} if asked else set()
     if config.is_planned_late:
-        return model | sequences | {PIPELINE}.union(*map(used_tables, CHOSEN_FROM))
+        experts |= {EXPERTS} if config.model in MIXTURES else set()
+        return model | sequences | experts | {PIPELINE}.union(*map(used_tables, CHOSEN_FROM))
     return model | stages | sequences | experts | resident | used_tables(config.strategy, config.inner)
 
 

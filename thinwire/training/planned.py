@@ -16,7 +16,7 @@ from thinwire.calibration.reach import all_on_this_machine
 from thinwire.collectives import Communicator
 from thinwire.collectives.store_gather import of_all_ranks, told_by_first
 from thinwire.cost import Network
-from thinwire.cost.drift import drifted_s
+from thinwire.cost.drift import drifted_s, moved_s
 from thinwire.errors import ConfigError
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
@@ -60,6 +60,12 @@ def other_nodes(content: Mapping[str, Any], names: Sequence[str]) -> str:
     if len(was) < 2 or is_emulated or was == now:
         return ""
     return f"made for the nodes {', '.join(was)}, in this order, and the run is on {', '.join(now)}"
+
+
+def rows_by_rank(table: Any) -> dict[tuple[int, int], float]:
+    """The numbers of a table of ranks in plan.json, by (from, to); empty: the plan has none."""
+    rows = table if isinstance(table, list) else []
+    return {(a, b): float(value) for a, row in enumerate(rows) for b, value in enumerate(row) if value is not None}
 
 
 class Planned:
@@ -107,20 +113,33 @@ class Planned:
         if self.comm.rank:
             return
         drifted = [] if now is None else list(self._drifted(now))
-        for rank, other, before, after in drifted:
-            rates = f"{8e-6 * before:.3g} Mbit/s planned, {8e-6 * after:.3g} now"
-            self.warn(f"the link {rank} to {other} has drifted {when}: {rates}; thinwire calibrate measures anew")
+        for rank, other, before, after, before_s, after_s in drifted:
+            told = f"{8e-6 * before:.3g} Mbit/s planned, {8e-6 * after:.3g} now"
+            if moved_s(before_s, after_s):
+                told += f", {1e3 * before_s:.3g} ms planned, {1e3 * after_s:.3g} now"
+            self.warn(f"the link {rank} to {other} has drifted {when}: {told}; thinwire calibrate measures anew")
         self.content["drifted"] = drifted
         self.file.write_text(json.dumps(self.content, indent=1) + "\n")
 
-    def _drifted(self, now: Network) -> Iterator[tuple[int, int, float, float]]:
-        """Yield (from, to, rate before, rate now) of used links that have changed, by the plan's numbers of ranks."""
+    def _drifted(self, now: Network) -> Iterator[tuple[int, int, float, float, float, float]]:
+        """Yield (from, to, rate before, rate now, delay before, delay now) of used links that have changed.
+
+        By the plan's numbers of ranks, in bytes per second and in seconds. Bytes and delays are judged apart, since
+        messages under way together wait for their delays at the same time.
+        """
+        delays, numbers = (rows_by_rank(self.content.get(name)) for name in ("delays_s", "link_messages"))
         for (place, other_place), num_bytes in self._carried().items():
             rank, other = self._ranks[place], self._ranks[other_place]
             before, after = self.content["rates"][rank][other], now.rates[place][other_place]
-            step_s = self.content["predicted"]["step_s"]
-            if before is not None and drifted_s(num_bytes / before, num_bytes / after, step_s):
-                yield rank, other, before, after
+            step_s, after_s = self.content["predicted"]["step_s"], now.delays_s[place][other_place]
+            # A plan of an earlier version may not know how many messages there are.
+            before_s, number = delays.get((rank, other), after_s), numbers.get((rank, other), 0.0)
+            late_s = before_s + moved_s(before_s, after_s)
+            if before is not None and (
+                drifted_s(num_bytes / before, num_bytes / after, step_s)
+                or drifted_s(number * before_s, number * late_s, step_s)
+            ):
+                yield rank, other, before, after, before_s, after_s
 
     @property
     def _ranks(self) -> tuple[int, ...]:

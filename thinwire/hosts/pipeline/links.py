@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.calibration.growth import REST_S, bucket_of, grown
+from thinwire.calibration.growth import REST_S, bucket_of, common_burst, grown
 from thinwire.collectives import Communicator, Expected, Label, Mailbox
 from thinwire.cost import Network
 
@@ -19,8 +19,8 @@ def measured_links(comm: Communicator, mailbox: Mailbox, *, all_pairs: bool = Fa
     """Rates and delays between the ranks of a pipeline, equal on all of them. A collective.
 
     All ranks send to the next rank at once, the last to the first. Messages grow until each takes PROBE_S longer than a
-    short one, the fastest of three, whose time is the delay. Rate and burst follow by `bucket_of`; the burst is that of
-    the slowest link. Then all send the other way. Pairs that are no neighbours count as slow as the slowest link.
+    short one, the fastest of three, whose time is the delay. Rate follows by `bucket_of`, and the burst by
+    `common_burst`. Then all send the other way. Pairs that are no neighbours count as slow as the slowest link.
 
     all_pairs: then all send to the next rank but one, and so on, until all pairs are known.
     """
@@ -33,7 +33,7 @@ def measured_links(comm: Communicator, mailbox: Mailbox, *, all_pairs: bool = Fa
         for rank, link in enumerate(_links_over(comm, mailbox, distance)):
             # What arrives at a rank comes from the one so far before.
             found[(rank - distance) % size, rank] = link
-    rates, delays, bursts = zip(*found.values(), strict=True)
+    rates, delays, _ = zip(*found.values(), strict=True)
     nodes, slowest = tuple(mailbox.topology.node(rank) for rank in range(size)), (min(rates), max(delays))
 
     def table(which: int) -> tuple[tuple[float, ...], ...]:
@@ -41,7 +41,8 @@ def measured_links(comm: Communicator, mailbox: Mailbox, *, all_pairs: bool = Fa
             tuple(found[a, b][which] if (a, b) in found else slowest[which] for b in range(size)) for a in range(size)
         )
 
-    return Network(nodes, table(0), table(1), min(bursts))
+    bursts = {pair: burst_s for pair, (_, _, burst_s) in found.items()}
+    return Network(nodes, table(0), table(1), common_burst(bursts, nodes))
 
 
 def _links_over(comm: Communicator, mailbox: Mailbox, distance: int) -> list[tuple[float, float, float]]:

@@ -1,0 +1,44 @@
+"""What a plan counts of an optimizer other than AdamW, and the ways to train that it can't take."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from thinwire.collectives import Topology
+from thinwire.hosts.sums import looking_across
+from thinwire.methods.interface import Method, MethodPlan
+from thinwire.methods.outer.base import IslandsMethod
+from thinwire.methods.sums import planned_with
+from thinwire.optim import JOINT, MESHED, WHOLE, SummingOptimizer
+from thinwire.planner.candidates import Candidate
+from thinwire.run.optimizer import name_of, optimizer_over
+
+ADAMW = "adamw"
+# Optimizers whose state and messages are counted.
+COUNTED = (ADAMW, "muon", "dion", "apollo", "apollo-mini", "mfac")
+
+
+def why_not_by(strategy: Method, optimizer: str) -> str:
+    """Why a strategy's plan can't be made for an optimizer, to follow its name; empty: it can."""
+    if name_of(optimizer) == ADAMW:
+        return ""
+    if isinstance(strategy, IslandsMethod):
+        return f"trains islands: ask for what trains them, such as --strategy {strategy.inner.name}"
+    return "" if name_of(optimizer) in strategy.optimizers else strategy.optimizers_reason
+
+
+def takes(optimizer: str, way: Candidate) -> bool:
+    """Whether an optimizer can step what a rank has of the model in this way to train."""
+    name = name_of(optimizer)
+    if way.outer:
+        return name == ADAMW
+    is_whole = way.tensor == 1 or name not in WHOLE or name in MESHED
+    return is_whole and (name not in JOINT or way.stages * way.experts == 1)
+
+
+def by_optimizer(plan: MethodPlan, strategy: Method, model: nn.Module, optimizer: str, grid: Topology) -> MethodPlan:
+    """The plan with the state and the messages of an optimizer in the place of AdamW's. Raises ConfigError."""
+    inner = optimizer_over(optimizer, model, lr=0.0, weight_decay=0.0, seed=0)
+    assert isinstance(inner, SummingOptimizer)
+    across = looking_across(inner, dict(model.named_parameters()))
+    return planned_with(plan, inner, strategy.cuts(model, grid, across), across, grid)

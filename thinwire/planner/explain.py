@@ -64,14 +64,8 @@ NUM_LAYERS, WIDTH = 32, 1024
 MORE_PASSES = "it takes so many forwards and backwards of each micro-batch"
 # Steps and warm-up steps of the run that strategies are planned for.
 NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
-<<<<<<< HEAD
-ADAMW = "adamw"
-# Optimizers whose state and messages are counted.
-COUNTED = (ADAMW, "muon", "dion", "apollo", "apollo-mini", "mfac")
 # Of so many strategies the memory of every stage is counted; of more that of the stages that may need the most.
 MOST_BY_STAGE = 3
-=======
->>>>>>> p20c
 # Strategies among which --stages auto looks unless others are named.
 SEARCHED = ("zero", "sdp4bit")
 

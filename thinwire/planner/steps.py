@@ -88,15 +88,6 @@ def copies_of(parts: Sequence[nn.ModuleDict], options: Pipeline) -> tuple[tuple[
     return tuple((rank, neighbours(rank, len(parts))[0], num) for rank, num in enumerate(sent) if num)
 
 
-def beside_bytes(costs: Costs, home: Sequence[int]) -> dict[tuple[int, int], float]:
-    """Bytes of a step that do not grow with its micro-batches, by (from stage, to stage)."""
-    found = {(source, target): num_bytes for source, target, num_bytes in costs.copies}
-    if costs.tied_bytes:
-        for pair in ((home[0], home[-1]), (home[-1], home[0])):
-            found[pair] = found.get(pair, 0.0) + costs.tied_bytes
-    return found
-
-
 def last_messages_bytes(options: Pipeline, stages: int) -> list[float]:
     """For each stage, the most bytes of sequences' last messages, to which `delta` sends differences."""
     crossing = [ends for ends in pairwise(options.home(stages)) if ends[0] != ends[1]] if options.delta else []

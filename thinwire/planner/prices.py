@@ -22,7 +22,7 @@ def price_one(pricing: Pricing, way: Candidate) -> Priced:
     """Simulate a candidate without islands. Raises ConfigError for one that can't run."""
     pricing.check(way)
     if way.experts > 1:
-        return price_experts(pricing, way)
+        return price_experts(pricing, way, best_order(pricing, way))
     if way.memory:
         return resident(pricing, way)
     return alone(pricing, way) if way.stages == 1 else in_stages(pricing, way)

@@ -29,7 +29,7 @@ def spans_of(pricing: Pricing, priced: Priced) -> Iterator[TraceSpan]:
                 yield replace(span, rank=island[span.rank], target=target)
         return
     if way.experts > 1:
-        yield from shared_experts(pricing, way).timeline.pieces()
+        yield from shared_experts(pricing, way, priced.order).timeline.pieces(priced.order)
         return
     if way.stages == 1:
         timeline, (group,) = pricing.simulated(way, priced.order), pricing.placed(priced.order, way.tensor).groups(1)
@@ -70,7 +70,8 @@ def beside_spans(pricing: Pricing, priced: Priced) -> dict[tuple[int, int], floa
     way, found = priced.candidate, Counter[tuple[int, int]]()
     passes = way.num_micro_batches * len(pricing.model.model.layers)
     if way.experts > 1:
-        found.update(shared_experts(pricing, way).link_bytes)
+        for (a, b), num_bytes in shared_experts(pricing, way, priced.order).link_bytes.items():
+            found[priced.order[a], priced.order[b]] += num_bytes  # type: ignore[assignment]
     for pair, num_bytes in pricing.attention(way, priced.order).sent.items():
         found[pair] += passes * num_bytes  # type: ignore[assignment]
     if way.stages > 1:

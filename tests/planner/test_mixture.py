@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.test_plan import FAST, RATES, machine, small
+from tests.planner.test_plan import FAST, RATES, machine, near, small
 from thinwire.cost import Machine, Network
 from thinwire.planner.islands import price
 from thinwire.planner.mixture import shared_experts
@@ -39,3 +39,19 @@ def test_nodes_that_are_near_each_other_share_experts() -> None:
     # On links that are all alike no order is better.
     even = price(small(replace(machine(FAST), rates=MIXTURE), "moe-tiny", strategies=["zero"], axes=()).pricing, way)
     assert even.order == (0, 1, 2, 3)
+
+
+def test_stages_of_a_mixture_are_priced_and_tensor_ranks_are_shown() -> None:
+    found = small(replace(near(FAST), rates=MIXTURE), "moe-tiny", strategies=["zero"])
+    aside = {one.candidate.mesh: (why, one) for why, ways in found.search.aside.items() for one in ways}
+    why, staged = aside["pipeline=2,data=2"]
+    assert "each would lose part of its balance loss" in why and staged.step_s > 0
+    assert all(one.candidate.stages == one.candidate.tensor == 1 for one in found.search.fastest)
+    # A stage has the experts of its layers.
+    parts = found.pricing.staged(staged.candidate, staged.order).stages.parts
+    numels = [sum(param.numel() for param in module.parameters()) for module in (*parts, found.pricing.model)]
+    assert sum(numels[:2]) == numels[2] and max(numels[:2]) < 0.8 * numels[2]
+    refused = {why: {way.mesh for way in ways} for why, ways in found.search.refused.items()}
+    meshes = next(ways for why, ways in refused.items() if why.startswith("a tensor axis refuses a mixture"))
+    assert "data=2,tensor=2" in meshes
+    assert any("pipeline=2,expert=2" in ways for why, ways in refused.items() if "beside stages" in why)

@@ -14,6 +14,7 @@ from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.cost import Machine, Message, Timeline, Work, simulate
 from thinwire.cost.machine import LAYER, MIXTURE
+from thinwire.errors import ConfigError
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.pipeline.drawn import OPERATION as BETWEEN_STAGES, Joined
@@ -147,6 +148,10 @@ class Pricing:
     def check(self, way: Candidate) -> None:
         """Raise ConfigError for a strategy that can't train on a candidate's mesh."""
         method = self.methods[way.strategy]
+        if isinstance(self.model, MoELlama) and way.tensor > 1:
+            raise ConfigError("a tensor axis refuses a mixture: each of its ranks would lose part of the balance loss")
+        if way.experts > 1 and way.stages > 1:
+            raise ConfigError("ranks that share experts beside stages: not supported, and without a price")
         if way.tensor > 1:
             check_on_mesh(method)
         if way.sequence > 1:

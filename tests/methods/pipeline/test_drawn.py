@@ -14,7 +14,7 @@ from thinwire.cost import Cores, Machine, Message, Network, Work, simulate as of
 from thinwire.cost.graph import CARRY, ROUND
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline import Action, Costs, Pipeline, Plan, plan, simulate
-from thinwire.methods.pipeline.clock import PipelineClock, Span
+from thinwire.methods.pipeline.clock import PipelineClock, ActionSpan
 from thinwire.methods.pipeline.costs import SpreadCosts
 from thinwire.methods.pipeline.drawn import Joined, draw_step
 from thinwire.methods.pipeline.plan import ordered
@@ -40,7 +40,7 @@ def machine(network: Network, cores: Cores | None = None, rates: Mapping[str, fl
     return Machine(("a",) * len(ranks), network, own, FREE | dict(rates or {}))
 
 
-def on_clock(made: Plan, costs: Costs, network: Network) -> list[list[Span]]:
+def on_clock(made: Plan, costs: Costs, network: Network) -> list[list[ActionSpan]]:
     """What ranks do on the clock that fits orders, if they do the plan's."""
     left = [list(order) for order in made.orders]
 
@@ -50,7 +50,7 @@ def on_clock(made: Plan, costs: Costs, network: Network) -> list[list[Span]]:
     return PipelineClock(made.home, made.paths, 4, costs, network, made.barriers, made.bridges).run(next_of_order)
 
 
-def times_of(spans: Sequence[Sequence[Span]]) -> list[float]:
+def times_of(spans: Sequence[Sequence[ActionSpan]]) -> list[float]:
     """When actions begin and end, rank after rank."""
     return [when for own in spans for _, *times in own for when in times]
 

@@ -13,7 +13,7 @@ from thinwire.methods.pipeline.costs import Costs
 from thinwire.methods.pipeline.plan import BACKWARD, WEIGHT, Action, Beside, PlanMessage, Routes, target_of
 
 # An action, and when it begins and ends, in seconds.
-Span = tuple[Action, float, float]
+ActionSpan = tuple[Action, float, float]
 # What a free rank does now, if anything.
 NextAction = Callable[[int, "PipelineClock"], Action | None]
 
@@ -40,7 +40,7 @@ class PipelineClock:
         self.events: Clock[Any] = Clock(self.network or Network.even(self.num_ranks))
         self.free = set(range(self.num_ranks))
         self._begun_s = [0.0] * self.num_ranks
-        self._spans: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        self._spans: list[list[ActionSpan]] = [[] for _ in range(self.num_ranks)]
         # Tied weights on their way to the rank that borrows them, and its backwards that are still to come.
         ends = self.home[0], self.home[-1]
         self._lent = Beside("weight", *ends) if self.costs.tied_bytes and ends[0] != ends[1] else None
@@ -53,7 +53,7 @@ class PipelineClock:
             return False
         return all(need in self.done for need in self.routes.needs(action))
 
-    def run(self, choose: NextAction) -> list[list[Span]]:
+    def run(self, choose: NextAction) -> list[list[ActionSpan]]:
         """Let each free rank run the action that `choose` returns, until nothing is left. Return what each rank did."""
         for source, target, num_bytes in self.costs.copies:
             self.events.send((source, target), num_bytes, Beside("copy", source, target))

@@ -14,7 +14,7 @@ from thinwire.cost import Cores, Machine, Message, Network, Work, simulate as of
 from thinwire.cost.graph import CARRY, ROUND
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline import Action, Costs, Pipeline, Plan, plan, simulate
-from thinwire.methods.pipeline.clock import PipelineClock, ActionSpan
+from thinwire.methods.pipeline.clock import ActionSpan, PipelineClock
 from thinwire.methods.pipeline.costs import SpreadCosts
 from thinwire.methods.pipeline.drawn import Joined, draw_step
 from thinwire.methods.pipeline.plan import ordered

@@ -69,8 +69,7 @@ def main() -> int:
                 "--order", *map(str, order),
             ])  # fmt: skip
             took[order] = json.loads((run_dir / "summary.json").read_text())["step_s"]
-            staged = found.pricing.staged(way, order)
-            predicted_s = staged.stages.step_s + max(each.makespan_s for each in staged.exchanges)
+            predicted_s = found.pricing.staged(way, order).stages.step_s
             orders.append({"order": order, "measured_s": took[order], "predicted_s": predicted_s})
             mark = "  planned" if order == found.best.order else ""
             print(f"{' '.join(map(str, order))}: {took[order]:.3f} s, predicted {predicted_s:.3f} s{mark}", flush=True)

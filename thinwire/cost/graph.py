@@ -7,24 +7,39 @@ from dataclasses import dataclass
 
 # Bytes that the network's own threads take from and to the sockets; rounds of messages that a thread begins and ends.
 CARRY, ROUND = "carry", "round"
+# Work stated in the seconds that a usual rank takes.
+SECONDS = "seconds"
 
 
 @dataclass(frozen=True)
 class Work:
-    """An amount of one kind of work, such as bytes of packets in "encode int4/64" or operations in "layer 256 fp32"."""
+    """An amount of one kind of work, such as bytes of packets in "encode int4/64" or operations in "layer 256 fp32".
+
+    name: what a trace calls it; empty: its kind.
+    """
 
     kind: str
     amount: float
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
 
 
 @dataclass(frozen=True)
 class Message:
-    """Payload for another rank. operation, level: names in the meter."""
+    """Payload for another rank. operation, level: names in the meter. name: what a trace calls it, as of Work."""
 
     target: int
     num_bytes: float
     operation: str
     level: str
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.operation
 
 
 @dataclass(frozen=True)

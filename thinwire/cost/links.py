@@ -13,8 +13,6 @@ from thinwire.cost.network import Network
 # The collectives that are measured on each level, and the levels, as the meter calls these.
 OPERATIONS = ALL_TO_ALL, GATHER, SCATTER, REDUCE = "all_to_all", "all_gather", "reduce_scatter", "all_reduce"
 LEVELS = INTRA, INTER = "intra", "inter"
-# Work in seconds.
-SECONDS = "seconds"
 
 
 @dataclass(frozen=True)
@@ -98,4 +96,4 @@ class Links:
         rates = tuple(tuple(rate(a, b) for b in ranks) for a in ranks)
         delays = tuple(tuple((inter if nodes[a] != nodes[b] else intra).alpha_s for b in ranks) for a in ranks)
         cores = Cores(tuple(ranks), (math.inf,) * len(nodes))
-        return Machine(tuple(map(str, nodes)), Network(tuple(nodes), rates, delays), cores, {SECONDS: 1.0})
+        return Machine(tuple(map(str, nodes)), Network(tuple(nodes), rates, delays), cores, {})

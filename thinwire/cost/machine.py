@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cost.cores import Cores
-from thinwire.cost.graph import CARRY, ROUND, Work
+from thinwire.cost.graph import CARRY, ROUND, SECONDS, Work
 from thinwire.cost.machine_file import faults_in
 from thinwire.cost.network import Network
 from thinwire.errors import ConfigError
@@ -110,11 +110,12 @@ class Machine:
         """Seconds that one rank alone takes. Raises ConfigError for a kind of work that was not measured."""
         if not work.amount:
             return 0.0
-        if work.kind not in self.rates:
+        if work.kind != SECONDS and work.kind not in self.rates:
             way, _, what = work.kind.partition(" ")
             near = f"thinwire calibrate --codecs {what}" if way in ("encode", "decode") else "calibrate it anew"
             raise ConfigError(f"machine of {self.num_ranks} ranks: {work.kind!r} was not measured; nearest: {near}")
-        return work.amount / (self.rates[work.kind] * (self.speeds[rank] if self.speeds else 1.0))
+        rate = 1.0 if work.kind == SECONDS else self.rates[work.kind]
+        return work.amount / (rate * (self.speeds[rank] if self.speeds else 1.0))
 
     def layer(self, width: int, dtype: str, kind: str = LAYER) -> str:
         """The kind of work of a transformer's layers, of the nearest measured width. Raises ConfigError.

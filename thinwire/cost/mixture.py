@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.cost.graph import Drawing, Message, StepGraph, Work
-from thinwire.cost.links import SECONDS, Links
+from thinwire.cost.graph import SECONDS, Drawing, Message, StepGraph, Work
+from thinwire.cost.links import Links
 from thinwire.cost.simulator import simulate
 
 # Bytes from rank to rank that leave together.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,3 +78,15 @@ class Network:
             for port in self.ports((source, target)):
                 fastest[port] = max(fastest.get(port, 0.0), self.rates[source][target])
         return fastest
+
+    def busiest_s(self, sent: Mapping[Pair, float]) -> float:
+        """Seconds of the messages on the link, or at the port, where these take longest, by rates alone.
+
+        sent: bytes by (from, to).
+        """
+        rates, ports = self.port_rates(), dict[Port, float]()
+        for pair, num_bytes in sent.items():
+            for port in self.ports(pair):
+                ports[port] = ports.get(port, 0.0) + num_bytes
+        on_links = [num_bytes / self.rates[a][b] for (a, b), num_bytes in sent.items()]
+        return max([*on_links, *(num_bytes / rates[port] for port, num_bytes in ports.items())], default=0.0)

@@ -7,10 +7,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from thinwire.cost.clock import Clock
-from thinwire.cost.graph import CARRY, Message, StepGraph, Work
+from thinwire.cost.graph import CARRY, Message, StepGraph, Task, Work
 from thinwire.cost.machine import Machine
 from thinwire.cost.trace import SENDING, TraceSpan, trace_events
 from thinwire.errors import ConfigError
@@ -32,34 +33,37 @@ class Timeline:
 
     def busy_s(self, rank: int, lane: str) -> float:
         """Seconds in which one of a rank's threads works, on cores that may be shared."""
-        return sum(end - begin for task, begin, end in self._of(rank) if lane == _lane(task.jobs, task.does))
+        return sum(end - begin for task, begin, end in self._of[rank] if lane == _lane(task.jobs, task.does))
 
     def kinds_s(self, rank: int) -> dict[str, float]:
-        """Seconds of a rank's work, by the first word of its kind, such as layer, encode, decode."""
+        """Seconds of a rank's work, by the first word of its name, such as layer, encode, decode."""
         found: dict[str, float] = defaultdict(float)
-        for task, begin, end in self._of(rank):
+        for task, begin, end in self._of[rank]:
             if isinstance(task.does, Work):
-                found[task.does.kind.split()[0]] += end - begin
+                found[task.does.label.split()[0]] += end - begin
         return dict(found)
 
-    def pieces(self, ranks: Sequence[int] | None = None, after_s: float = 0.0) -> Iterator[TraceSpan]:
-        """Yield a span for each task. ranks: names of the graph's ranks. after_s: when the step begins."""
+    def pieces(self, ranks: Sequence[int] | None = None) -> Iterator[TraceSpan]:
+        """Yield a span for each task. ranks: names of the graph's ranks."""
         place = range(self.graph.num_ranks) if ranks is None else ranks
         for task, (begin, end) in zip(self.graph.tasks, self.spans, strict=True):
-            rank, does, when = place[task.rank], task.does, (after_s + begin, after_s + end)
+            rank, does = place[task.rank], task.does
             if isinstance(does, Message):
-                yield TraceSpan(rank, SENDING, does.operation, *when, place[does.target], does.num_bytes)
+                yield TraceSpan(rank, SENDING, does.label, begin, end, place[does.target], does.num_bytes)
             else:
-                yield TraceSpan(rank, _lane(task.jobs, does), does.kind, *when)
+                yield TraceSpan(rank, _lane(task.jobs, does), does.label, begin, end)
 
     def trace(self) -> list[dict[str, Any]]:
         """Events in Chrome's trace format, which Perfetto reads too; one process per rank."""
         return trace_events(self.pieces())
 
-    def _of(self, rank: int) -> Iterator[tuple[Any, float, float]]:
+    @cached_property
+    def _of(self) -> list[list[tuple[Task, float, float]]]:
+        """The tasks of each rank."""
+        found: list[list[tuple[Task, float, float]]] = [[] for _ in range(self.graph.num_ranks)]
         for task, (begin, end) in zip(self.graph.tasks, self.spans, strict=True):
-            if task.rank == rank:
-                yield task, begin, end
+            found[task.rank].append((task, begin, end))
+        return found
 
 
 def _lane(jobs: tuple[int, ...], does: Work | Message) -> str:

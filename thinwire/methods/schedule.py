@@ -86,19 +86,11 @@ def draw(found: PlannedExchanges, grid: Topology, micro_batches: int, computes: 
 
 class _Step:
     def __init__(self, found: PlannedExchanges, grid: Topology, micro_batches: int, computes: Work) -> None:
-        self.found, self.grid, self.computes = found, grid, computes
+        self.found, self.computes = found, computes
         self.drawing = Drawing(grid.world_size, NUM_SLOTS)
-        self.ranks = range(grid.world_size)
-        # The last task of each rank's training thread.
-        self.last: list[tuple[int, ...]] = [() for _ in self.ranks]
-        self.pending: list[tuple[int, ...]] = [() for _ in self.ranks]
-        num = len(found.shares)
-        of = {
-            (when, unit): [each for each in found.each if each.when == when and each.unit == unit]
-            for when in (FORWARD, BACKWARD, AGAIN)
-            for unit in range(num)
-        }
-        arrived = [self._all(of[FORWARD, unit], ()) for unit in range(num)] if found.ahead is None else None
+        self.around = DrawnExchanges(self.drawing, found, grid, range(grid.world_size))
+        num, around = len(found.shares), self.around
+        arrived = [around.begin(FORWARD, unit) for unit in range(num)] if found.ahead is None else None
         coming: list[list[tuple[int, ...]]] = []
         for number in range(micro_batches):
             for unit in range(num):
@@ -106,51 +98,82 @@ class _Step:
                     self._compute(unit, 1, arrived[unit] if number == 0 else None)
                     continue
                 while number == 0 and len(coming) <= min(unit + (found.ahead or 0), num - 1):
-                    coming.append(self._all(of[FORWARD, len(coming)], self.last))
+                    coming.append(around.begin(FORWARD, len(coming)))
                 self._compute(unit, 1, coming[unit] if number == 0 else None)
             is_last = number == micro_batches - 1
             for unit in reversed(range(num)):
-                again = self._all(of[AGAIN, unit], self.last) if is_last else None
+                again = around.begin(AGAIN, unit) if is_last else None
                 self._compute(unit, 2, again)
                 if is_last:
-                    for rank, ends in enumerate(self._all(of[BACKWARD, unit], self.last)):
-                        self.pending[rank] += ends
-        for each in (each for each in found.each if each.when == END):
-            self._join()
-            found_ends = self._all([each], self.last)
-            self.last = [own or last for own, last in zip(found_ends, self.last, strict=True)]
-        self._join()
-        if found.kept_bytes:
-            for rank in self.ranks:
-                self.last[rank] = self.drawing.task(rank, Work("copy", found.kept_bytes), self.last[rank])
+                    around.send(unit)
+        around.end()
         self.graph = self.drawing.done()
-
-    def _join(self) -> None:
-        """Make the training thread wait for everything that is on its way."""
-        self.last = [last + pending for last, pending in zip(self.last, self.pending, strict=True)]
-        self.pending = [() for _ in self.ranks]
 
     def _compute(self, unit: int, times: int, awaited: Sequence[tuple[int, ...]] | None) -> None:
         amount = times * self.found.shares[unit] * self.computes.amount
-        for rank in self.ranks:
-            after = self.last[rank] + (awaited[rank] if awaited is not None else ())
-            self.last[rank] = self.drawing.task(rank, Work(self.computes.kind, amount), after)
+        for number, rank in enumerate(self.around.ranks):
+            after = self.around.last[number] + (awaited[number] if awaited is not None else ())
+            self.around.last[number] = self.drawing.task(rank, Work(self.computes.kind, amount), after)
 
-    def _all(self, exchanges: Sequence[PlannedExchange], after: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Draw collectives of all ranks. Return the tasks for which each rank must wait to have the results."""
+
+class DrawnExchanges:
+    """The exchanges of some ranks, drawn around what these compute.
+
+    Args:
+        grid: of these ranks.
+        ranks: of the drawing, by their number in the grid.
+
+    last: for each of the ranks, the tasks after which its training thread goes on.
+    """
+
+    def __init__(self, drawing: Drawing, found: PlannedExchanges, grid: Topology, ranks: Sequence[int]) -> None:
+        self.drawing, self.found, self.grid, self.ranks = drawing, found, grid, ranks
+        self.last: list[tuple[int, ...]] = [() for _ in ranks]
+        self._pending: list[tuple[int, ...]] = [() for _ in ranks]
+        self._of: dict[tuple[str, int], list[PlannedExchange]] = defaultdict(list)
+        for each in found.each:
+            self._of[each.when, each.unit].append(each)
+
+    def begin(self, when: str, unit: int) -> list[tuple[int, ...]]:
+        """Draw the exchanges of a unit after `last`. Return the tasks for which each rank must wait to have theirs."""
+        return self._drawn(self._of[when, unit])
+
+    def send(self, unit: int) -> None:
+        """Draw the exchanges after a unit's backward, which the end of the step awaits."""
+        for number, ends in enumerate(self.begin(BACKWARD, unit)):
+            self._pending[number] += ends
+
+    def end(self) -> None:
+        """Draw the exchanges at the end, each when all before it is there, and then the update."""
+        for each in (each for each in self.found.each if each.when == END):
+            self.join()
+            ends = self._drawn([each])
+            self.last = [own or last for own, last in zip(ends, self.last, strict=True)]
+        self.join()
+        if self.found.kept_bytes:
+            for number, rank in enumerate(self.ranks):
+                self.last[number] = self.drawing.task(rank, Work("copy", self.found.kept_bytes), self.last[number])
+
+    def join(self) -> None:
+        """Make the training thread wait for everything that is on its way."""
+        self.last = [last + pending for last, pending in zip(self.last, self._pending, strict=True)]
+        self._pending = [() for _ in self.ranks]
+
+    def _drawn(self, exchanges: Sequence[PlannedExchange]) -> list[tuple[int, ...]]:
         ends: list[tuple[int, ...]] = [() for _ in self.ranks]
         for each in exchanges:
-            jobs = [self.drawing.job(rank, after[rank] if after else ()) for rank in self.ranks]
-            for rank, own in enumerate(_Collective(self, each, jobs).ends):
-                ends[rank] += own
+            jobs = [self.drawing.job(rank, last) for rank, last in zip(self.ranks, self.last, strict=True)]
+            for number, own in enumerate(_Collective(self, each, jobs).ends):
+                ends[number] += own
         return ends
 
 
 class _Collective:
     """The tasks of one collective, hop after hop. ends: the tasks for which each rank waits."""
 
-    def __init__(self, step: _Step, exchange: PlannedExchange, jobs: Sequence[int]) -> None:
-        self.grid, self.drawing, self.exchange, self.jobs = step.grid, step.drawing, exchange, jobs
+    def __init__(self, around: DrawnExchanges, exchange: PlannedExchange, jobs: Sequence[int]) -> None:
+        self.grid, self.drawing, self.ranks = around.grid, around.drawing, around.ranks
+        self.exchange, self.jobs = exchange, jobs
         self.ends: list[tuple[int, ...]] = [() for _ in jobs]
         draws: dict[str, Callable[[Hop], None]] = {ALL: self._spread, FIRST: self._spread, RING: self._round}
         for hop in exchange.hops:
@@ -165,26 +188,29 @@ class _Collective:
         return [grid.rank(node, (local + step) % grid.local_size) for step in range(1, grid.local_size)]
 
     def _send(self, source: int, target: int, num_bytes: float, level: str, after: tuple[int, ...]) -> tuple[int, ...]:
-        message = Message(target, num_bytes, self.exchange.operation, level)
-        sent = self.drawing.task(source, message, after, (self.jobs[source], self.jobs[target]))
+        message = Message(self.ranks[target], num_bytes, self.exchange.operation, level)
+        sent = self.drawing.task(self.ranks[source], message, after, (self.jobs[source], self.jobs[target]))
         # Sent and received; ranks send as much as they receive.
-        return self.drawing.task(target, Work(CARRY, 2 * num_bytes), sent, (self.jobs[target],))
+        return self._work(target, Work(CARRY, 2 * num_bytes), sent)
+
+    def _work(self, number: int, work: Work, after: tuple[int, ...]) -> tuple[int, ...]:
+        return self.drawing.task(self.ranks[number], work, after, (self.jobs[number],))
 
     def _spread(self, hop: Hop) -> None:
         arrive: list[tuple[int, ...]] = [() for _ in self.jobs]
-        for rank, job in enumerate(self.jobs):
+        for rank in range(len(self.jobs)):
             targets, before = self._targets(hop, rank), self.ends[rank]
             for target in targets:
                 if hop.packs is not None:
                     part = Work(hop.packs.kind, hop.packs.amount / len(targets))
-                    before = self.drawing.task(rank, part, before, (job,))
+                    before = self._work(rank, part, before)
                 arrive[target] += (sent := self._send(rank, target, hop.num_bytes / len(targets), hop.level, before))
                 arrive[rank] += sent
-        for rank, job in enumerate(self.jobs):
+        for rank in range(len(self.jobs)):
             self.ends[rank] = arrive[rank] or self.ends[rank]
-            self.ends[rank] = self.drawing.task(rank, Work(ROUND, 1.0), self.ends[rank], (job,))
+            self.ends[rank] = self._work(rank, Work(ROUND, 1.0), self.ends[rank])
             if hop.unpacks is not None:
-                self.ends[rank] = self.drawing.task(rank, hop.unpacks, self.ends[rank], (job,))
+                self.ends[rank] = self._work(rank, hop.unpacks, self.ends[rank])
 
     def _round(self, hop: Hop) -> None:
         grid = self.grid

@@ -125,14 +125,12 @@ class AxisSizes:
         tensors: over which matrices may be cut.
         sequences: that may share a sequence.
         experts: that may share the experts of a mixture.
-        has_stages: whether layers may be cut over ranks.
         islands: numbers of islands, all of equal size.
     """
 
     tensors: Sequence[int] = (1,)
     sequences: Sequence[int] = (1,)
     experts: Sequence[int] = (1,)
-    has_stages: bool = True
     islands: Sequence[int] = ()
 
 
@@ -168,9 +166,8 @@ def of_one_island(
     if "forward" in stated or "backward" in stated:
         codecs = [(stated.get("forward", default[0]), stated.get("backward", default[1]))]
     rest = {name: value for name, value in stated.items() if name not in (*free, "forward", "backward")}
-    most_stages = min(num_ranks, num_layers) if axes.has_stages else 1
     for stages, tensor, shared, experts in product(
-        range(1, most_stages + 1), axes.tensors, axes.sequences, axes.experts
+        range(1, min(num_ranks, num_layers) + 1), axes.tensors, axes.sequences, axes.experts
     ):
         replicas, rest_of_ranks = divmod(num_ranks, stages * tensor * shared)
         if rest_of_ranks or num_sequences % replicas or replicas % experts:

@@ -25,6 +25,7 @@ class StrategyChoice:
         outer: names of methods of islands.
         methods: all of them, by name.
         has_plain: whether ways without islands are candidates.
+        is_mixture: whether the model is a mixture of experts.
     """
 
     inner: tuple[str, ...]
@@ -33,11 +34,14 @@ class StrategyChoice:
     objective: Objective
     has_plain: bool = True
     left_out: frozenset[str] = frozenset()
+    is_mixture: bool = False
 
     def why_not(self, way: Candidate) -> str:
         """Why a candidate is not to be chosen; empty: it may be."""
         if way.not_yet:
             return way.not_yet
+        if self.is_mixture and way.stages > 1:
+            return "stages of a mixture are not supported yet: each would lose part of its balance loss"
         if way.outer in self.left_out:
             return "what islands learn from a token is not known here; name them in --strategies to choose by seconds"
         return ""

@@ -29,7 +29,8 @@ def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = 
     """The forward of the loss of `batch` sequences, counted by torch on tensors without memory, with a CPU's kernels.
 
     is_cut: with `--loss cut`, whose forward also computes the head's gradient; that counts as backward, not here.
-    tensor: number of ranks over which matrices are cut; the result is one rank's forward.
+    tensor: number of ranks over which matrices are cut; the result is one rank's forward. The forward of a mixture is
+    that of a dense model of the same work.
     """
     kept: dict[int, Tensor] = {}
 
@@ -38,7 +39,7 @@ def forward_of(config: LlamaConfig, batch: int, seq_len: int, *, is_cut: bool = 
         return tensor
 
     with FakeTensorMode():
-        model = Llama(config)
+        model = Llama(dense_of(config))
         cut_skeleton(model, tensor)
         tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
         given = {each.untyped_storage()._cdata for each in (*model.parameters(), tokens)}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.cost import Line, Links, Machine, Timeline, Work, simulate
 from thinwire.cost.graph import ROUND
+from thinwire.cost.network import Pair
 from thinwire.cost.simulator import COMMUNICATION, TRAINING
 from thinwire.hosts.ranks import neighbours
 from thinwire.layout.mesh import MeshShape
@@ -20,19 +22,33 @@ from thinwire.planner.candidates import Candidate
 from thinwire.planner.experts import CHOSEN, apart_of, rows_sent, step_of
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.options import AUTO, ExplainConfig
+from thinwire.planner.order import RankOrder
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Priced
 
 
-def links_on(machine: Machine, flops: float) -> Links:
-    """The links of a machine as lines: of its slowest pairs, while all ranks send. flops: of one rank's experts."""
+def links_on(machine: Machine, flops: float, pairs: Collection[Pair]) -> Links:
+    """The links of a machine as lines: of the slowest of these pairs, while all ranks send.
+
+    flops: of one rank's experts.
+    """
     fabric = machine.fabric
-    crossing = [pair for pair in fabric.pairs if fabric.ports(pair)]
-    inside = [pair for pair in fabric.pairs if not fabric.ports(pair)]
-    rate, local_rate = (min((fabric.rates[a][b] for a, b in pairs), default=math.inf) for pairs in (crossing, inside))
+    crossing = [pair for pair in pairs if fabric.ports(pair)]
+    inside = [pair for pair in pairs if not fabric.ports(pair)]
+    rate, local_rate = (min((fabric.rates[a][b] for a, b in some), default=math.inf) for some in (crossing, inside))
     delay_s = max((fabric.delays_s[a][b] for a, b in crossing or inside), default=0.0)
     stated = Links.stated(rate, local_rate, delay_s, machine.local_size)
     return replace(stated, product=Line(0.0, 1 / flops))
+
+
+def pairs_of(way: Candidate) -> tuple[list[Pair], list[Pair]]:
+    """The pairs of ranks that share experts, and those of replicas of the same experts, by their places in the mesh."""
+    ranks, within, across = range(way.num_ranks), list[Pair](), list[Pair]()
+    for rank in ranks:
+        within += [(rank, other) for other in neighbours(rank, way.experts, way.sequence) if other != rank]
+        part = rank // way.sequence % way.experts
+        across += [(rank, other) for other in ranks if other != rank and other // way.sequence % way.experts == part]
+    return within, across
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ class SharedExperts:
         travel: the fastest way of what travels.
         layer_s: seconds of one layer's rows and products, forward and backward.
         weights_s: of the experts' weights and gradients, which nothing hides.
-        link_bytes: of rows, weights and gradients of experts, by (from rank, to rank).
+        link_bytes: of rows, weights and gradients of experts, by (from, to), as places in the mesh.
     """
 
     timeline: Timeline
@@ -56,16 +72,18 @@ class SharedExperts:
     link_bytes: dict[tuple[int, int], float]
 
 
-def shared_experts(pricing: Pricing, way: Candidate) -> SharedExperts:
-    """Simulate a step in the fastest way of what travels, on the slowest links. Raises ConfigError for what can't run.
+def shared_experts(pricing: Pricing, way: Candidate, order: RankOrder = ()) -> SharedExperts:
+    """Simulate a step in the fastest way of what travels, on the slowest links that it takes.
 
-    Weights outside of the experts travel as in the strategy's own step.
+    Weights outside of the experts travel as in the strategy's own step. order: the rank in each place of the mesh;
+    empty: unchanged. Raises ConfigError for what can't run.
     """
     strategy, model = pricing.methods[way.strategy], pricing.model
     config, num_layers = model.config, model.config.num_hidden_layers
     assert isinstance(config, MoEConfig)
-    grid = pricing.placed(pricing.ranks_of(pricing.nodes))
-    links = links_on(pricing.machine, grid.flops / grid.busy)
+    order = order or pricing.ranks_of(pricing.nodes)
+    grid, machine, (within, across) = pricing.placed(order), pricing.machine.part(order), pairs_of(way)
+    links, between = (links_on(machine, grid.flops / grid.busy, pairs) for pairs in (within, across))
     asked, shape = asked_of(pricing, way), MeshShape(way.sizes).in_order()
     plan, _, ways = step_of(strategy, model, asked, shape, links)
     travel, layer_s = next(iter(ways.items()))
@@ -73,28 +91,42 @@ def shared_experts(pricing: Pricing, way: Candidate) -> SharedExperts:
     layer, ends = layer_and_ends(pricing.config, pricing.seq_len)
     products = 6.0 * config.num_experts_per_tok * config.intermediate_size * config.hidden_size * pricing.seq_len
     operations = way.micro_batch * (num_layers * (layer.operations - products) + ends.operations) / way.sequence
-    inside_s = num_layers * (layer_s + pricing.attention(way).seconds) / grid.busy
+    inside_s = num_layers * (layer_s + pricing.attention(way, order).seconds) / grid.busy
     work = Work(pricing.layer, operations + (grid.pass_s + inside_s) * grid.flops / 3)
     graph = strategy.schedule(rest, pricing.replicas(way), way.num_micro_batches, work)
     sent = strategy.plan(experts, replicas, asked.passes).sent
-    carried = Counter[tuple[int, int]]()
-    for first in range(0, pricing.machine.num_ranks):
+    carried = Counter[Pair]()
+    rows = rows_sent(model, asked, shape, travel)
+    for first in range(way.num_ranks):
         holders = neighbours(first, way.experts, way.sequence)
-        for (source, target), num_bytes in rows_sent(model, asked, shape, travel).items():
+        for (source, target), num_bytes in rows.items():
             if holders[source] == first:
                 carried[first, holders[target]] += num_layers * way.num_micro_batches * num_bytes
-        same = [rank for rank in range(pricing.machine.num_ranks) if rank not in holders or rank == first]
-        for other in same:
-            if other != first:
-                carried[first, other] += sum(sent.values()) / (len(same) - 1)  # type: ignore[assignment]
+    for pair in across:
+        carried[pair] += sum(sent.values()) / (len(across) // way.num_ranks)  # type: ignore[assignment]
     return SharedExperts(
-        simulate(graph, pricing.machine), plan, travel, layer_s, links.seconds(sent), dict(carried)
+        simulate(graph, machine), plan, travel, layer_s, between.seconds(sent), dict(carried)
     )  # fmt: skip
 
 
-def price_experts(pricing: Pricing, way: Candidate) -> Priced:
+def cost_of_experts(pricing: Pricing, way: Candidate) -> Callable[[RankOrder], float]:
+    """The seconds of the experts' messages on the link where they take longest, as a function of the order of ranks.
+
+    A layer's rows travel to the experts and back, forward and backward.
+    """
+    fabric, found = pricing.machine.fabric, shared_experts(pricing, way)
+    trips = 4 * way.num_micro_batches * len(pricing.model.model.layers)
+
+    def cost(order: RankOrder) -> float:
+        pairs = (((order[a], order[b]), num_bytes) for (a, b), num_bytes in found.link_bytes.items())
+        return max(num_bytes / fabric.rates[a][b] + trips * fabric.delays_s[a][b] for (a, b), num_bytes in pairs)
+
+    return cost
+
+
+def price_experts(pricing: Pricing, way: Candidate, order: RankOrder) -> Priced:
     """The costs of a step in which ranks share experts; see `shared_experts`."""
-    found = shared_experts(pricing, way)
+    found = shared_experts(pricing, way, order)
     layer, ends = layer_and_ends(pricing.config, pricing.seq_len)
     num_layers, timeline = pricing.config.num_hidden_layers, found.timeline
     kept = way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes) / way.sequence
@@ -112,7 +144,7 @@ def price_experts(pricing: Pricing, way: Candidate) -> Priced:
     travel = tuple((name, getattr(found.travel, name)) for name in CHOSEN if name != "parallel")
     return Priced(
         replace(way, travel=travel), step_s, 1 - compute_s / step_s, memory, min(rows_s + found.weights_s, step_s),
-        pricing.ranks_of(pricing.nodes), terms, counted,
+        order, terms, counted,
     )  # fmt: skip
 
 

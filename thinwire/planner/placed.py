@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from thinwire.cost import Cores, Machine, Network, Work
+from thinwire.cost import Machine, Network, Work
 from thinwire.cost.closed import trip_s
 from thinwire.cost.machine import LAYER, launch_of
 from thinwire.methods.options import FP32
@@ -15,6 +15,9 @@ from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.planner.order import RankOrder
 from thinwire.planner.stages import Grid
+
+# What the two ends of a border do to a packet.
+PACKING = ("encode", "decode")
 
 
 def groups_of(order: Sequence[int], stages: int, tensor: int = 1) -> list[list[int]]:
@@ -96,24 +99,30 @@ class PlacedMachine(Grid):
         )
         return replace(part, rates=rates)
 
-    def cores(self, stages: int) -> Cores:
-        own = self.machine.part(self.slowest(stages)).cores
-        # A stage's work is one piece, on all of its rank's threads; on a GPU it takes no core.
-        threads = self.machine.threads_of(LAYER, trains=True)
-        return replace(own, num=tuple(num / threads if threads else math.inf for num in own.num))
+    def machine_of(self, stages: int, across: str, tensor: int) -> Machine:
+        """The ranks of all pipelines, stage by stage; of each tensor axis the first."""
+        return self.part(self.order[:: self.tensor])
+
+    def codecs(self, options: Pipeline) -> dict[str, str]:
+        stated = {"forward": options.forward, "backward": options.backward}
+        return {way: codec for way, codec in stated.items() if codec != FP32}
+
+    def launched(self, found: Costs) -> Costs:
+        launch_s = self.pass_s / len(found.forward_s) / 3
+        forward_s, input_s, weight_s = (
+            tuple(own + launch_s for own in seconds) for seconds in (found.forward_s, found.input_s, found.weight_s)
+        )
+        return replace(found, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
 
     def costs(self, found: Costs, options: Pipeline, stages: int) -> Costs:
-        ranks, home = self.slowest(stages), options.home(stages)
-        packing = {}
-        for way, sizes in (("forward", found.forward_bytes), ("backward", found.backward_bytes)):
-            codec = getattr(options, way)
-            works = [] if codec == FP32 else [f"encode {codec}", f"decode {codec}"]
-            packing[way] = sum(self.machine.seconds(ranks[0], Work(kind, sizes[0])) for kind in works)
+        ranks, home, packing = self.slowest(stages), options.home(stages), {"forward": 0.0, "backward": 0.0}
+        for way, codec in self.codecs(options).items():
+            size = getattr(found, f"{way}_bytes")[0]
+            packing[way] = sum(self.machine.seconds(ranks[0], Work(f"{kind} {codec}", size)) for kind in PACKING)
         speeds = self.machine.speeds or (1.0,) * self.num_ranks
 
         def on(seconds: Sequence[float], more_s: float = 0.0) -> tuple[float, ...]:
-            each, launch_s = zip(seconds, home, strict=True), self.pass_s / len(home) / 3
-            return tuple((own + launch_s) / speeds[ranks[rank]] + more_s for own, rank in each)
+            return tuple(own / speeds[ranks[rank]] + more_s for own, rank in zip(seconds, home, strict=True))
 
         # All wait for the slowest.
         slowest = min(speeds[rank] for rank in ranks)

@@ -90,6 +90,7 @@ def plan(
     choice = problems.note(choice_of, strategies, tables, optimizer)
     problems.raise_any()
     assert choice is not None
+    choice = replace(choice, is_mixture=isinstance(llama, MoELlama))
     pricing = Pricing(
         llama, machine, choice.methods, seq_len, dtype, estimator or Offset(), tables, optimizer=optimizer
     )  # fmt: skip
@@ -136,10 +137,10 @@ def axes_of(llama: Llama, machine: Machine, seq_len: int, tables: Tables, axes: 
     sizes = sequence_sizes(llama.config, seq_len, ranks)
     islands = [ranks // size for size in range(1, local + 1) if local % size == 0 and size < ranks]
     return AxisSizes(
-        tensors=tensor_sizes(llama.config, local) if "tensor" in axes and not is_mixture else (1,),
+        tensors=tensor_sizes(llama.config, local) if "tensor" in axes else (1,),
         sequences=sizes if "sequence" in axes else (1,),
         experts=expert_sizes(llama, ranks) if experts == AUTO else (experts,) if is_mixture else (1,),
-        has_stages=not is_mixture, islands=islands if "island" in axes else (),
+        islands=islands if "island" in axes else (),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ def price_one(pricing: Pricing, way: Candidate) -> Priced:
     """Simulate a candidate without islands. Raises ConfigError for one that can't run."""
     pricing.check(way)
     if way.experts > 1:
-        return price_experts(pricing, way)
+        return price_experts(pricing, way, best_order(pricing, way))
     if way.memory:
         return resident(pricing, way)
     return alone(pricing, way) if way.stages == 1 else in_stages(pricing, way)
@@ -32,20 +32,16 @@ def in_stages(pricing: Pricing, way: Candidate) -> Priced:
     """The costs of a candidate with stages."""
     order = best_order(pricing, way)
     staged = pricing.staged(way, order)
-    grid, stages, exchanges = staged.grid, staged.stages, staged.exchanges
-    exchange_s = max(timeline.makespan_s for timeline in exchanges)
+    stages = staged.stages
     plans = [pricing.plan_of(way, stages.parts[stage]) for stage in range(way.stages)]
     counted = pricing.counted(way, max(stages.memory_bytes(stage, plan) for stage, plan in enumerate(plans)))
     memory = pricing.estimator.peak_bytes(counted)
-    step_s = stages.step_s + exchange_s
-    exposed_s = stages.timeline.idle_s[0] + exchange_s
-    sent = stages.sent_bytes(0) + sum(exchanges[0].graph.sent(0).values())
+    step_s, exposed_s, sent = stages.step_s, stages.idle_s(0), staged.link_bytes()
     terms = {
-        "step_s": step_s, "compute_s": step_s - exposed_s, "exposed_comm_s": exposed_s,
-        "pipeline_s": stages.step_s, "sent_bytes": sent, "peak_rss_bytes": memory,
+        "step_s": step_s, "compute_s": step_s - exposed_s, "exposed_comm_s": exposed_s, "pipeline_s": stages.first_s,
+        "sent_bytes": sum(num for (source, _), num in sent.items() if source == 0), "peak_rss_bytes": memory,
     }  # fmt: skip
-    rates = grid.links(way.stages).rates
-    on_link_s = max(num / rates[a][b] for (a, b), num in stages.link_bytes.items()) + exchange_s
+    on_link_s = staged.grid.machine_of(way.stages, way.pipeline.across, way.tensor).fabric.busiest_s(sent)
     return Priced(way, step_s, stages.bubble, memory, min(on_link_s, step_s), order, terms, counted)
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import nn
 
 from thinwire.collectives import Topology
-from thinwire.cost import Machine, Timeline, Work, simulate
+from thinwire.collectives.gather import gather_bytes
+from thinwire.cost import Machine, Message, Timeline, Work, simulate
 from thinwire.cost.machine import LAYER, MIXTURE
+from thinwire.errors import ConfigError
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method, MethodPlan
+from thinwire.methods.pipeline.drawn import OPERATION as BETWEEN_STAGES, Joined
 from thinwire.methods.pipeline.inside import check_inside
-from thinwire.methods.schedule import RING
+from thinwire.methods.schedule import END, RING, PlannedExchanges, plain
 from thinwire.methods.sequence.inside import check_strategy
 from thinwire.models import Llama, MoELlama
 from thinwire.models.llama import LlamaConfig
@@ -32,14 +36,33 @@ from thinwire.planner.stages import Stages, stages_of
 from thinwire.registry import check_on_mesh
 from thinwire.run.optimizer import name_of
 
+# The operation of the ranks' word on a step.
+WORD = "all_gather_exact"
+
 
 @dataclass(frozen=True)
 class Staged:
-    """A simulated step of a candidate with stages: of the slowest pipeline, then of the replicas of each stage."""
+    """A simulated step of a candidate with stages. grid: its machines; ranks: of the simulated step, in its order."""
 
     grid: PlacedMachine
     stages: Stages
-    exchanges: tuple[Timeline, ...]
+    ranks: RankOrder
+
+    def link_bytes(self) -> dict[tuple[int, int], float]:
+        """Bytes of a step by (from, to), in the numbers of the simulated step, without the ranks' words on it.
+
+        Those are some bytes between all ranks, and a link with no more counts as one that is not used.
+        """
+        found, graph = Counter[tuple[int, int]](), self.stages.timeline.graph
+        num = graph.num_ranks // len(self.stages.parts)
+        for (source, target), num_bytes in self.stages.link_bytes.items():
+            for replica in range(num):
+                found[source * num + replica, target * num + replica] += num_bytes  # type: ignore[assignment]
+        for task in graph.tasks:
+            # Of those between stages the simulated step may have a part.
+            if isinstance(does := task.does, Message) and not does.operation.startswith((BETWEEN_STAGES, WORD)):
+                found[task.rank, does.target] += does.num_bytes  # type: ignore[assignment]
+        return dict(found)
 
 
 @dataclass
@@ -128,6 +151,10 @@ class Pricing:
     def check(self, way: Candidate) -> None:
         """Raise ConfigError for a strategy that can't train on a candidate's mesh."""
         method = self.methods[way.strategy]
+        if isinstance(self.model, MoELlama) and way.tensor > 1:
+            raise ConfigError("a tensor axis refuses a mixture: each of its ranks would lose part of the balance loss")
+        if way.experts > 1 and way.stages > 1:
+            raise ConfigError("ranks that share experts beside stages: not supported, and without a price")
         if way.tensor > 1:
             check_on_mesh(method)
         if way.sequence > 1:
@@ -144,9 +171,23 @@ class Pricing:
         attention_s = self.attention(way).seconds / grid.busy
         stages = stages_of(
             self.cut(way.tensor), way.pipeline, *sizes, self.seq_len, grid, tensor=way.tensor,
-            sequence=way.sequence, attention_s=attention_s,
+            sequence=way.sequence, attention_s=attention_s, join=partial(self.joined, way),
         )  # fmt: skip
-        return Staged(grid, stages, tuple(self._exchange(way, stages, stage, grid) for stage in range(way.stages)))
+        return Staged(grid, stages, order[:: way.tensor])
+
+    def joined(self, way: Candidate, parts: Sequence[nn.Module]) -> Joined:
+        """What the replicas of each stage exchange, and the word of all ranks on a step, in place of the replicas'."""
+        method, replicas, local = self.methods[way.strategy], self.replicas(way), self.machine.local_size // way.tensor
+        everyone = Topology(way.stages * way.sharing // local, local)
+        found = [method.exchanges(part, replicas, 1) for part in parts]
+        each = [replace(one, each=tuple(own for own in one.each if own.operation != WORD)) for one in found]
+        num_told = max(2, way.sharing) - 1
+        key = (way.strategy, way.sharing, way.tensor, WORD)
+        if key not in self._plans:
+            self._plans[key] = method.plan(self.cut(way.tensor), Topology(num_told + 1, 1), 1)
+        word = self._plans[key].sent.get((WORD, "inter"), 0) // num_told
+        sent = {(WORD, level): num_bytes for level, num_bytes in gather_bytes(everyone, word).items()}
+        return Joined(tuple(each), replicas, PlannedExchanges((), tuple(plain(sent, END))), everyone)
 
     def simulated(self, way: Candidate, order: RankOrder) -> Timeline:
         """The simulated step of a candidate without stages, its ranks in this order."""
@@ -172,12 +213,6 @@ class Pricing:
                 found = by_optimizer(found, method, part, self.optimizer, grid)
             self._plans[key] = found
         return self._plans[key]
-
-    def _exchange(self, way: Candidate, stages: Stages, stage: int, grid: PlacedMachine) -> Timeline:
-        """The messages between the replicas of a stage after its last backward."""
-        nothing = Work(self.layer, 0.0)
-        graph = self.methods[way.strategy].schedule(stages.parts[stage], self.replicas(way), 1, nothing)
-        return simulate(graph, grid.part(grid.groups(way.stages)[stage]))
 
     def attention(self, way: Candidate, order: RankOrder = ()) -> AttentionCost:
         """The messages of one layer's attention, if ranks share sequences: of neighbours, in the fastest layout.

@@ -11,6 +11,7 @@ import torch
 from thinwire.cost import Network
 from thinwire.cost.closed import pipette_s, ring_s, trip_s
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.mixture import cost_of_experts
 from thinwire.planner.order import RankOrder, annealed
 from thinwire.planner.placed import groups_of
 from thinwire.planner.pricing import Pricing
@@ -47,9 +48,10 @@ def best_nodes(pricing: Pricing, way: Candidate) -> RankOrder:
     as good.
     """
     is_short = way.num_micro_batches < way.stages
-    key = (way.stages, way.tensor, way.sequence, way.strategy, way.borders, way.micro_batch if is_short else 0)
+    axes = (way.stages, way.tensor, way.sequence, way.experts)
+    key = (*axes, way.strategy, way.borders, way.micro_batch if is_short else 0)
     if key not in pricing.orders:
-        cost = cost_of(pricing, way, 0.0) if way.stages > 1 else cost_of_rings(pricing, way)
+        cost = cost_of(pricing, way, 0.0) if way.stages > 1 else cost_of_groups(pricing, way)
         is_free = len(pricing.nodes) < 3 or is_even(pricing.machine.fabric)
         order = pricing.nodes
         if cost is not None and not is_free:
@@ -87,6 +89,19 @@ def cost_of(pricing: Pricing, way: Candidate, compute_s: float) -> Callable[[Ran
         return pipette_s(way.stages, way.num_micro_batches, compute_s / way.stages, trip, ring)
 
     return cost
+
+
+def cost_of_groups(pricing: Pricing, way: Candidate) -> Callable[[RankOrder], float] | None:
+    """The seconds of messages in groups and rings, as a function of the order of nodes.
+
+    None where there are neither: then all ranks send to all others.
+    """
+    rings = cost_of_rings(pricing, way)
+    # A single group is of all ranks.
+    if way.experts == 1 or way.experts * way.sequence == way.num_ranks or len(pricing.nodes) < 3:
+        return rings
+    shared = cost_of_experts(pricing, way)
+    return lambda nodes: shared(pricing.ranks_of(nodes)) + (rings(nodes) if rings is not None else 0.0)
 
 
 def cost_of_rings(pricing: Pricing, way: Candidate) -> Callable[[RankOrder], float] | None:

@@ -25,7 +25,7 @@ class Priced:
     """The costs of one candidate.
 
     Attributes:
-        step_s: seconds of forwards, backwards and borders, plus replicas' messages, none of which are hidden.
+        step_s: seconds of a step; in a search for stated links, the replicas' messages are not hidden.
         memory_bytes: of the fullest stage, activations included.
         link_s: of the busiest node's link alone, at most step_s: a burst may pass faster than the link's rate.
         order: the rank in each place; empty: unchanged.

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from thinwire.cost import Cores, Network
+from thinwire.cost import Cores, Machine, Network, Timeline, simulate
+from thinwire.cost.graph import CARRY
+from thinwire.cost.simulator import TRAINING
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import MethodPlan
-from thinwire.methods.pipeline import Costs, PipelineTimeline, in_flight, simulate
+from thinwire.methods.pipeline import Costs, Plan, in_flight
 from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES, ranks_across
+from thinwire.methods.pipeline.costs import SpreadCosts, peak_bytes
 from thinwire.methods.pipeline.cut import SPREAD
+from thinwire.methods.pipeline.drawn import DrawnPlan, Joined, draw_step
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.pipeline.plan import SCORE, TRAIN
 from thinwire.methods.pipeline.recompute import AUTO, MORE_BYTES
-from thinwire.methods.pipeline.simulate import SpreadCosts, peak_bytes
 from thinwire.methods.pipeline.vocabulary import NUM_SCORES, Own, kept_elements
 from thinwire.models import Llama
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.parts import cut_parts
-from thinwire.planner.steps import Steps, beside_bytes, copies_of, tied_bytes
+from thinwire.planner.steps import Steps, copies_of, tied_bytes
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,21 @@ class Grid:
         """Seconds of a sum over the ranks of a tensor axis, which are neighbours on one node, along a ring."""
         return 2 * (tensor - 1) * (num_bytes / tensor / (self.local_rate or float("inf")) + self.local_delay_s)
 
-    def cores(self, stages: int) -> Cores | None:
-        """The cores shared by the ranks of one pipeline; None: each rank has its own."""
-        return None
+    def machine_of(self, stages: int, across: str, tensor: int) -> Machine:
+        """The ranks that are simulated, stage by stage: here those of one pipeline, which share no cores."""
+        links, ranks = self.links(stages, across, tensor), range(stages)
+        return Machine(("",) * stages, links, Cores(tuple(ranks), (math.inf,) * stages), {CARRY: math.inf})
+
+    def codecs(self, options: Pipeline) -> dict[str, str]:
+        """The codecs of borders whose packing takes time, by "forward" and "backward"."""
+        return {}
+
+    def launched(self, found: Costs) -> Costs:
+        """The costs of chunks with what a pass takes besides operations."""
+        return found
 
     def costs(self, found: Costs, options: Pipeline, stages: int) -> Costs:
-        """The costs of chunks on these machines. found: costs on equal ranks on which packing takes no time."""
+        """The costs by which an order is chosen: each rank's own, with packing. found: costs on usual ranks."""
         return found
 
 
@@ -80,10 +93,11 @@ class Stages:
     Attributes:
         parts: of the model, by stage.
         sizes: number of layers of each chunk.
-        timeline: of forwards, backwards, borders and tied weights; of a long step its first part, see Steps.
+        timeline: of the ranks of `Grid.machine_of`; of a long step its first part, see Steps.
         held: for each stage, the most micro-batches of a chunk whose activations it keeps at once.
         peak_bytes: for each stage, the most bytes of activations that it keeps at once.
         link_bytes: of a step, by (from stage, to stage).
+        first_s: until the first rank's forwards and backwards are over.
         more_s: seconds of the micro-batches beyond those of the timeline.
         tied_bytes: of a weight that the first and the last stage share.
         tensor: ranks over which matrices are cut.
@@ -92,23 +106,29 @@ class Stages:
     options: Pipeline
     parts: tuple[nn.ModuleDict, ...]
     sizes: tuple[int, ...]
-    timeline: PipelineTimeline
+    timeline: Timeline
     held: tuple[int, ...]
     peak_bytes: tuple[float, ...]
     link_bytes: dict[tuple[int, int], float]
+    first_s: float
     more_s: float
     tied_bytes: int
     tensor: int = 1
 
     @property
     def step_s(self) -> float:
-        """Seconds of forwards, backwards, borders and tied weights."""
+        """Seconds of a step of the ranks that are simulated, with everything that they send."""
         return self.timeline.makespan_s + self.more_s
+
+    def idle_s(self, stage: int) -> float:
+        """Seconds in which the first rank of a stage computes nothing."""
+        first = stage * (self.timeline.graph.num_ranks // len(self.parts))
+        return self.timeline.makespan_s - self.timeline.busy_s(first, TRAINING)
 
     @property
     def bubble(self) -> float:
         """The share of the step in which the stage that computes most is idle."""
-        return min(self.timeline.idle_s) / self.timeline.makespan_s
+        return min(map(self.idle_s, range(len(self.parts)))) / self.timeline.makespan_s
 
     def sent_bytes(self, stage: int) -> float:
         """Bytes that a rank of a stage sends to other stages in a step."""
@@ -144,47 +164,47 @@ class Stages:
 def stages_of(
     model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid,
     loss: str = "auto", tensor: int = 1, sequence: int = 1, attention_s: float = 0.0,
-    memory_bytes: float | None = None,
+    memory_bytes: float | None = None, join: Callable[[Sequence[nn.ModuleDict]], Joined] | None = None,
 ) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
 
     loss: as for `thinwire train`. tensor: ranks over which the model's matrices are already cut, and which sum their
     results twice in each layer's forward and twice in its backward. sequence: ranks that share each sequence, and send
     for attention_s seconds in each layer's forward and backward together. memory_bytes: of a rank, by which recompute
-    "auto" is decided; the result's options state what was chosen. Raises ConfigError for stages, layers and
-    micro-batches that do not fit each other.
+    "auto" is decided; the result's options state what was chosen. join: what the replicas of each part send each other;
+    None: nothing. Raises ConfigError for stages, layers and micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers))
     parts, sizes = cut_parts(model, options, stages, seq_len, tensor)
     even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss, tensor, sequence)
     sum_s = grid.sum_s(4.0 * batch * seq_len * model.config.hidden_size / sequence, tensor)
     # Half of attention's messages go forward, and each pass stands for two sums.
-    costs = grid.costs(with_sums(even, sizes, sum_s + attention_s / 4), options, stages)
+    costs = grid.launched(with_sums(even, sizes, sum_s + attention_s / 4))
     costs = replace(costs, tied_bytes=tied_bytes(model, options, stages, tensor), copies=copies_of(parts, options))
-    links, cores = grid.links(stages, options.across, tensor), grid.cores(stages)
-    step = Steps(options, stages, costs, links)
+    step = Steps(options, stages, grid.costs(costs, options, stages), grid.links(stages, options.across, tensor))
     if options.recompute == AUTO:
         held = map(sum, zip(map(held_bytes, parts), options.last_messages_bytes(stages), strict=True))
         room = None if memory_bytes is None else [memory_bytes - each for each in held]
         options = replace(options, recompute=step.mode(num_micro_batches, room))
-        step = Steps(options, stages, costs, links)
+        step = Steps(options, stages, step.costs, step.links)
+    machine, joined = grid.machine_of(stages, options.across, tensor), None if join is None else join(parts)
+
+    def simulated(plan: Plan) -> tuple[Timeline, DrawnPlan]:
+        made = draw_step(plan, costs, machine.network.nodes, grid.codecs(options), joined)
+        return simulate(made.graph, machine), made.pipeline
+
     # What a stage keeps follows from the order of all micro-batches.
     whole, short, half = step.whole(num_micro_batches), *step.shorter(num_micro_batches)
-    timeline, more_s, scale = simulate(short, costs, links, cores), 0.0, 1.0
+    (timeline, drawn), more_s = simulated(short), 0.0
     if half is not None:
-        slope = timeline.makespan_s - simulate(half, costs, links, cores).makespan_s
+        slope = timeline.makespan_s - simulated(half)[0].makespan_s
         more = num_micro_batches - short.num_micro_batches
         more_s = slope / (short.num_micro_batches - half.num_micro_batches) * more
-        scale = num_micro_batches / short.num_micro_batches
-    beside = beside_bytes(costs, options.home(stages))
-    link_bytes = {
-        pair: (num_bytes - beside.get(pair, 0.0)) * scale + beside.get(pair, 0.0)
-        for pair, num_bytes in timeline.link_bytes.items()
-    }
-    peaks = peak_bytes(whole.orders, costs)
+    first_s = max(timeline.spans[task][1] for task in drawn.ends[0])
+    link_bytes = drawn.link_bytes(num_micro_batches / short.num_micro_batches)
     return Stages(
-        options, tuple(parts), sizes, timeline, in_flight(whole), peaks, link_bytes, more_s, int(costs.tied_bytes),
-        tensor,
+        options, tuple(parts), sizes, timeline, in_flight(whole), peak_bytes(whole.orders, costs), link_bytes,
+        first_s + more_s, more_s, int(costs.tied_bytes), tensor,
     )  # fmt: skip
 
 

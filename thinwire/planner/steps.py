@@ -85,12 +85,3 @@ def copies_of(parts: Sequence[nn.ModuleDict], options: Pipeline) -> tuple[tuple[
     ends = [set(modules.parameters()) for modules in outside]
     sent = [sum(param.nbytes for param in own - (ends[0] & ends[-1])) for own in ends]
     return tuple((rank, neighbours(rank, len(parts))[0], num) for rank, num in enumerate(sent) if num)
-
-
-def beside_bytes(costs: Costs, home: Sequence[int]) -> dict[tuple[int, int], float]:
-    """Bytes of a step that do not grow with its micro-batches, by (from stage, to stage)."""
-    found = {(source, target): num_bytes for source, target, num_bytes in costs.copies}
-    if costs.tied_bytes:
-        for pair in ((home[0], home[-1]), (home[-1], home[0])):
-            found[pair] = found.get(pair, 0.0) + costs.tied_bytes
-    return found

@@ -157,7 +157,7 @@ def stage_by_stage(stages: Stages, held: Mapping[str, Mapping[int, float]]) -> T
     home = stages.options.home(len(stages.parts))
     for stage, part in enumerate(stages.parts):
         layers = "+".join(str(size) for size, at in zip(stages.sizes, home, strict=True) if at == stage and size)
-        idle = stages.timeline.idle_s[stage] / stages.timeline.makespan_s
+        idle = stages.idle_s(stage) / stages.timeline.makespan_s
         table.add_row(
             str(stage), layers, short(sum(param.numel() for param in part.parameters())), str(stages.held[stage]),
             bytes_text(stages.peak_bytes[stage]), bytes_text(stages.sent_bytes(stage)), percent_text(idle),

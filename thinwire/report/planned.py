@@ -104,7 +104,7 @@ def timeline_figure(spans: Sequence[Sequence[Any]]) -> Figure:
             f'height="{LANE - 1}"><title>{escape(told)}</title></rect>'
         )
     legend = [(style, words) for _, words, style in LANES]
-    notes = [f"One step, simulated: {seconds_text(last)}. All pipelines are drawn like the one with the slowest links."]
+    notes = [f"One step, simulated: {seconds_text(last)}."]
     return Figure("The simulated step", legend, picture("the simulated step", height, marks), notes)
 
 

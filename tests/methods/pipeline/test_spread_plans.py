@@ -10,8 +10,8 @@ import pytest
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline import Action, Costs, Limits, Pipeline, Plan, check, fitted, in_flight, plan, simulate
+from thinwire.methods.pipeline.costs import SpreadCosts
 from thinwire.methods.pipeline.orders import SPREAD_ORDERS
-from thinwire.methods.pipeline.simulate import SpreadCosts
 
 P, M = 4, 32
 

@@ -13,8 +13,8 @@ import torch
 from thinwire.collectives import Communicator
 from thinwire.hosts.pipeline.runner import Runner
 from thinwire.methods.pipeline import Costs
+from thinwire.methods.pipeline.costs import SpreadCosts
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, SPREAD_KINDS, WEIGHT, Action
-from thinwire.methods.pipeline.simulate import SpreadCosts
 
 
 def measured(runner: Runner, comm: Communicator, micro_batches: Sequence[Any]) -> Costs:

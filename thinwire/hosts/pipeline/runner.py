@@ -36,6 +36,8 @@ from thinwire.methods.pipeline.plan import (
     PlanMessage,
     Shared,
     Visit,
+    direction_of,
+    target_of,
 )
 from thinwire.methods.pipeline.vocabulary import wide
 
@@ -225,9 +227,7 @@ class Runner:
 
     def target(self, arrival: PlanMessage) -> int:
         """The rank that receives this message."""
-        if isinstance(arrival, Bridged):
-            return self.plan.home[arrival.ends[1]]
-        return arrival.target if isinstance(arrival, Shared) else self.plan.home[arrival.chunk]
+        return target_of(arrival, self.plan.home)
 
     def border(self, arrival: PlanMessage) -> int:
         """The chunk whose output, or its gradient, is sent; messages about the vocabulary have numbers of their own."""
@@ -282,13 +282,6 @@ def counts_forwards(chunks: Iterable[nn.Module]) -> str:
         if isinstance(module, _NormBase) and module.track_running_stats and not isinstance(module, _BatchNorm)
     )
     return next(counting, "")
-
-
-def direction_of(arrival: PlanMessage) -> str:
-    """Whether a message counts as "forward" or "backward", which also selects its codec."""
-    if isinstance(arrival, Shared):
-        return "backward" if arrival.kind in ("part", "gradient") else "forward"
-    return arrival.kind
 
 
 class _RunningStep:

@@ -32,12 +32,13 @@ from thinwire.hosts.tensor import TensorAxis
 from thinwire.losses import cut_loss
 from thinwire.methods.pipeline import Action, Chunk, Costs, Cut, Plan, cut, in_flight, simulate, token_shares
 from thinwire.methods.pipeline.border import LastMessages, sequence_keys
+from thinwire.methods.pipeline.costs import peak_bytes
 from thinwire.methods.pipeline.drift import drifted, plan_from, plan_text
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.plan import AGREE, BACKWARD, EMBED, FORWARD, SCATTER, SCORE, TRAIN, ordered, straight
 from thinwire.methods.pipeline.recompute import AUTO, MODES, MORE_BYTES, mode_of
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, lr_factor
-from thinwire.methods.pipeline.simulate import PipelineTimeline, peak_bytes, trace
+from thinwire.methods.pipeline.simulate import PipelineTimeline, trace
 from thinwire.methods.pipeline.vocabulary import Own
 from thinwire.models.vocabulary import lose_by_rows
 from thinwire.table import Row

@@ -2,6 +2,7 @@
 
 from thinwire.methods.pipeline.carried import Carried, least_cut, there_and_back
 from thinwire.methods.pipeline.check import Limits, check, in_flight
+from thinwire.methods.pipeline.costs import Costs
 from thinwire.methods.pipeline.cut import Chunk, Cut, cut, token_shares
 from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.ground import Ground
@@ -10,7 +11,7 @@ from thinwire.methods.pipeline.orders import ORDERS, plan
 from thinwire.methods.pipeline.placement import NodePlacement, place_nodes
 from thinwire.methods.pipeline.plan import Action, Plan
 from thinwire.methods.pipeline.recompute import recompute
-from thinwire.methods.pipeline.simulate import Costs, PipelineTimeline, simulate
+from thinwire.methods.pipeline.simulate import PipelineTimeline, simulate
 from thinwire.methods.pipeline.skip import planned_paths, skipping
 
 __all__ = [

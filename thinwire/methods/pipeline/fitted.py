@@ -8,6 +8,8 @@ from itertools import islice
 
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
+from thinwire.methods.pipeline.clock import PipelineClock
+from thinwire.methods.pipeline.costs import Costs
 from thinwire.methods.pipeline.plan import (
     AGREE,
     BACKWARD,
@@ -23,7 +25,6 @@ from thinwire.methods.pipeline.plan import (
     Plan,
     Visit,
 )
-from thinwire.methods.pipeline.simulate import Costs, PipelineClock
 
 # Backward frees memory and lets others go on; the gradients of weights are for nobody but the optimizer. Where the head
 # is spread, all ranks wait for each other's scores, and logits are kept until T.
@@ -57,13 +58,14 @@ def fitted(
     if min(most) < 1:
         raise ConfigError(f"in_flight {min(most)}: must be at least 1")
     scheduler = _Scheduler(home, paths, most, halves, barriers)
-    timeline = PipelineClock(home, paths, num_ranks, costs, network, barriers=barriers).run(scheduler.choose)
+    spans = PipelineClock(home, paths, num_ranks, costs, network, barriers).run(scheduler.choose)
     if scheduler.num_left:
         raise ConfigError(
             f"in_flight {min(most)} is too few for these paths: ranks that have begun so many micro-batches wait for "
             f"each other for ever; nearest that may do: {min(most) + 1}"
         )
-    return Plan(tuple(home), tuple(map(tuple, paths)), timeline.orders, barriers)
+    orders = tuple(tuple(action for action, _, _ in own) for own in spans)
+    return Plan(tuple(home), tuple(map(tuple, paths)), orders, barriers)
 
 
 class _Scheduler:

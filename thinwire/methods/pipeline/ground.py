@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
+from thinwire.methods.pipeline.costs import Costs
 from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.plan import Plan
-from thinwire.methods.pipeline.simulate import Costs, simulate
+from thinwire.methods.pipeline.simulate import simulate
 
 # A visit below the furthest stage so far is a swap: how far back one goes, and all of a path together.
 SWAP, SWAPS = 1, 2

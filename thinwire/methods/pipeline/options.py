@@ -14,13 +14,14 @@ from thinwire.methods.options import check_types, codec_of
 from thinwire.methods.pipeline.across import REPLICAS, STAGES
 from thinwire.methods.pipeline.border import Crossing
 from thinwire.methods.pipeline.check import check, in_flight
+from thinwire.methods.pipeline.costs import Costs
 from thinwire.methods.pipeline.cut import SPREAD, stated_sizes
 from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.orders import ORDERS, SPREAD_ORDERS, plan
 from thinwire.methods.pipeline.plan import Plan, straight
 from thinwire.methods.pipeline.recompute import AUTO, MODES, fastest_within, recompute
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, fewest_stages
-from thinwire.methods.pipeline.simulate import Costs, simulate
+from thinwire.methods.pipeline.simulate import simulate
 from thinwire.methods.pipeline.skip import path_length, skipping
 from thinwire.methods.pipeline.swap import swapping
 from thinwire.table import Row

@@ -150,6 +150,20 @@ class Shared(NamedTuple):
 PlanMessage = Arrival | Shared | Bridged
 
 
+def direction_of(given: PlanMessage) -> str:
+    """Whether a message counts as "forward" or "backward", which also selects its codec."""
+    if isinstance(given, Shared):
+        return "backward" if given.kind in ("part", "gradient") else "forward"
+    return given.kind
+
+
+def target_of(given: PlanMessage, home: Sequence[int]) -> int:
+    """The rank that receives a message. home: see Plan."""
+    if isinstance(given, Bridged):
+        return home[given.ends[1]]
+    return given.target if isinstance(given, Shared) else home[given.chunk]
+
+
 class Beside(NamedTuple):
     """A message of a step that belongs to no micro-batch.
 

@@ -8,8 +8,9 @@ from typing import Literal
 
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, nearest
+from thinwire.methods.pipeline.costs import Costs
 from thinwire.methods.pipeline.plan import BACKWARD, FORWARD, INPUT, RECOMPUTE, Action, Plan
-from thinwire.methods.pipeline.simulate import Costs, simulate
+from thinwire.methods.pipeline.simulate import simulate
 
 MODES = {
     "never": "all activations are kept",

@@ -13,9 +13,9 @@ from itertools import islice
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.conflicts import found_paths
+from thinwire.methods.pipeline.costs import Costs
 from thinwire.methods.pipeline.ground import Ground, problem_of
 from thinwire.methods.pipeline.plan import Plan
-from thinwire.methods.pipeline.simulate import Costs
 
 # Paths of one start that are planned together, for each other stage; the micro-batches of a step take them in turn.
 WAVE = 4

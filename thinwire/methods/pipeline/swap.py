@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from thinwire.errors import ConfigError
+from thinwire.methods.pipeline.costs import Costs
 from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.plan import Plan
-from thinwire.methods.pipeline.simulate import Costs
 
 
 def swapped_paths(stages: int, micro_batches: int) -> list[tuple[int, ...]]:

@@ -140,7 +140,7 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path, shard_bytes: int) ->
 def test_a_file_of_tensors_is_that_of_safetensors(tmp_path: Path, dtypes: tuple[torch.dtype, ...]) -> None:
     tensors = {f"t{i}": values(3, i + 1).to(dtype) for i, dtype in enumerate(dtypes)} | {"one": torch.tensor(1.5)}
     write_weights(tmp_path, tensors.items())
-    found = {}
+    found: dict[str, Tensor] = {}
     for path in tmp_path.glob("*.safetensors"):
         found |= load_file(path)
         file = StoredTensors(path)

@@ -135,7 +135,8 @@ def loud(monkeypatch: pytest.MonkeyPatch) -> None:
         run = open_run(path)
         found = {name: run.weights[name] for name in run.weights}
         found = {name: 8 * tensor if tensor.ndim > 1 else tensor for name, tensor in found.items()}
-        return replace(run, weights=WhenAsked({name: partial(found.get, name) for name in found}, run.weights.shapes))
+        makers = {name: partial(found.__getitem__, name) for name in found}
+        return replace(run, weights=WhenAsked(makers, run.weights.shapes))
 
     monkeypatch.setattr("thinwire.convert.export.open_run", open_loud)
 

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from thinwire.hosts.offload.hollow import is_hollow
 
 # Asking a weight for these is no use of its values.
-PASSIVE = {getter.__get__ for getter in (Tensor.shape, Tensor.dtype, Tensor.device)}
+GETTERS: tuple[Any, ...] = Tensor.shape, Tensor.dtype, Tensor.device
+PASSIVE = {getter.__get__ for getter in GETTERS}
 
 
 class StreamedModel(nn.Module):

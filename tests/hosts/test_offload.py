@@ -447,7 +447,7 @@ def test_what_looks_across_matrices_passes_through_memory_bit_for_bit(tmp_path: 
         rounded, plain = told["coded", "disk"], told["apollo", "memory"]
         assert rounded[1][0] != plain[1][0] and rounded[1][0] == pytest.approx(plain[1][0], rel=0.02)
         # Updates smaller than a level add up: the masters have moved as those of fp32 have.
-        start = Net(0).layers[0].weight.detach()
+        start = Net(0).get_parameter("layers.0.weight").detach()
         moved, off = (
             found[1][1]["layers.0.weight"] - of
             for found, of in ((plain, start), (rounded, plain[1][1]["layers.0.weight"]))

@@ -54,7 +54,7 @@ from typing import IO, Any
 from thinwire.data import load_tokenizer
 from thinwire.errors import Problems
 from thinwire.launch.line import read_config
-from thinwire.methods.memory import MemoryPart, placed, read_byte_rate, read_bytes
+from thinwire.methods.memory import MemoryPart, in_use, placed, read_byte_rate, read_bytes
 from thinwire.models.build import build_skeleton
 from thinwire.options import model_table
 from thinwire.run.residency import resolved
@@ -134,14 +134,16 @@ def anonymous_bytes(run_dir: str) -> list[int]:
     return found
 
 
-def stated(words: list[str]) -> list[MemoryPart]:
-    """What `thinwire explain` says that lies in memory and on the disk, and that a step moves."""
+def stated(words: list[str]) -> tuple[list[MemoryPart], int]:
+    """What `thinwire explain` says that lies where, and that a step moves; and the memory in use."""
     problems = Problems()
     run = Run.of(read_config(words, problems))
     problems.raise_any()
     config, words_of = run.config, load_tokenizer(run.config.tokenizer).vocab_size
     fields = config.tables.get(model_table(config.model) or "")
-    return list(placed(*resolved(run, build_skeleton(config.model, words_of, config.seq_len, fields))))
+    residency, setup = resolved(run, build_skeleton(config.model, words_of, config.seq_len, fields))
+    parts = list(placed(residency, setup))
+    return parts, in_use(parts, setup)
 
 
 def print_budget(folder: Path, asked: argparse.Namespace) -> None:
@@ -155,8 +157,8 @@ def print_budget(folder: Path, asked: argparse.Namespace) -> None:
     own, words = options_of(asked.more, "--residency."), [*words, *options_of(asked.more, "--residency.", without=True)]
     own = own if "--residency.weights" in own else [*own, "--residency.weights", "disk"]
     budget = [*words, "--memory", asked.memory, "--store", asked.store, *own]
-    parts = stated(budget)
-    says, says_moved = sum(part.memory for part in parts), sum(part.read + part.written for part in parts)
+    parts, says = stated(budget)
+    says_moved = sum(part.read + part.written for part in parts)
     memory = train(folder, words)
     in_memory_s = memory.typical("step_s")
     print(f"in memory: {in_memory_s:.2f} s a step, {memory.peak_bytes / 1e6:.0f} MB of anonymous memory")

@@ -11,7 +11,15 @@ SENT = "sent per rank and step"
 
 def sent_row(num_bytes: float, plain: float, bound: str = "") -> Row:
     """The row about the bytes that a rank sends in a step, beside those in fp32. bound: such as "at most "."""
-    return SENT, f"{bound}{num_bytes / 1e6:.3f} MB", f"{plain / 1e6:.3f} MB in fp32"
+    return SENT, f"{bound}{sent_text(num_bytes)}", f"{sent_text(plain)} in fp32"
+
+
+def sent_text(num_bytes: float) -> str:
+    """Bytes in MB, or in a smaller unit where those would have no digits. Units are decimal."""
+    for least, size, unit in ((1e4, 1e6, "MB"), (1e3, 1e3, "kB")):
+        if num_bytes >= least:
+            return f"{num_bytes / size:.3f} {unit}"
+    return f"{num_bytes:.3g} B"
 
 
 def announce(rows: Iterable[Row]) -> None:

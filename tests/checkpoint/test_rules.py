@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from thinwire.checkpoint.foreign import (
@@ -26,6 +27,7 @@ from thinwire.checkpoint.foreign import (
 from thinwire.checkpoint.foreign.sources import join_flat, piece_numel
 from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.tiers.tensor_file import StoredTensors
 
 
 class InMemory:
@@ -132,6 +134,20 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path, shard_bytes: int) ->
     assert (tmp_path / "model.safetensors.index.json").exists() == (num_files > 1)
     source = SafetensorsSource(tmp_path)
     assert dict.fromkeys(tensors, True) == {n: torch.equal(source.shards(n)[0], tensors[n]) for n in source.names()}
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.uint8, torch.float32), (torch.bool,)])
+def test_a_file_of_tensors_is_that_of_safetensors(tmp_path: Path, dtypes: tuple[torch.dtype, ...]) -> None:
+    tensors = {f"t{i}": values(3, i + 1).to(dtype) for i, dtype in enumerate(dtypes)} | {"one": torch.tensor(1.5)}
+    write_weights(tmp_path, tensors.items())
+    found: dict[str, Tensor] = {}
+    for path in tmp_path.glob("*.safetensors"):
+        found |= load_file(path)
+        file = StoredTensors(path)
+        assert all(torch.equal(file.read(name), tensors[name]) for name in file.shapes)
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    # What would not be aligned behind the others begins a file.
+    assert len(list(tmp_path.glob("*.safetensors"))) == (2 if dtypes[0] != torch.float32 else 1)
 
 
 def test_damaged_folders_are_named(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from thinwire.checkpoint.folder import Manifest, point_to
 from thinwire.convert import ExportConfig
 from thinwire.convert.export import export
 from thinwire.convert.generate import decoded
-from thinwire.convert.saved import SavedRun, load_run
+from thinwire.convert.saved import SavedRun, WhenAsked, load_run, open_run
+from thinwire.convert.streamed import StreamedModel
 from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
 from thinwire.data import ByteTokenizer
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.offload.hollow import hollow, is_hollow
+from thinwire.hosts.offload.room import data_bytes
 from thinwire.launch.prepare import model_rows, prepare
 from thinwire.launch.start import Start
 from thinwire.models import HFCausalLM, build_model
@@ -43,6 +48,9 @@ QWEN = {
 }  # fmt: skip
 # A tokenizer.json of one word.
 ONE_WORD = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
+# Of 15 million weights.
+LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 4}
+LARGE_BYTES = 60_000_000
 LR = 1e-3
 STEPS = 2
 
@@ -85,6 +93,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ("fsdp", "fsdp", "tiny", LLAMA | {"tie_word_embeddings": True}),
         ("frontier", "frontier", "tiny", LLAMA | {"tie_word_embeddings": True}),
         ("qwen", "zero", f"hf:{folder / 'qwen'}", None),
+        ("large", "zero", "tiny", LARGE | {"num_key_value_heads": 4}),
     ):
         config = TrainConfig(
             model=model, data=str(folder / "data.txt"), cache_dir=str(folder / "cache"), strategy=strategy, workers=2,
@@ -122,14 +131,14 @@ def test_weights_of_every_host_are_put_together(runs: Runs) -> None:
 def loud(monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger matrices: after two steps attention is almost even, and hides a wrong table of positions."""
 
-    def load_loud(path: str) -> SavedRun:
-        run = load_run(path)
-        with torch.no_grad():
-            for param in run.model.parameters():
-                param.mul_(8 if param.ndim > 1 else 1)
-        return run
+    def open_loud(path: str) -> SavedRun:
+        run = open_run(path)
+        found = {name: run.weights[name] for name in run.weights}
+        found = {name: 8 * tensor if tensor.ndim > 1 else tensor for name, tensor in found.items()}
+        makers = {name: partial(found.__getitem__, name) for name in found}
+        return replace(run, weights=WhenAsked(makers, run.weights.shapes))
 
-    monkeypatch.setattr("thinwire.convert.export.load_run", load_loud)
+    monkeypatch.setattr("thinwire.convert.export.open_run", open_loud)
 
 
 def exported(runs: Runs, name: str, tmp_path: Path, **options: Any) -> tuple[Path, Fidelity]:
@@ -160,6 +169,52 @@ def test_transformers_loads_what_was_trained(runs: Runs, name: str, tmp_path: Pa
     assert isinstance(original, nn.Module)
     assert furthest(weights_of(again.model), weights_of(original)) == 0
     assert model_rows(TrainConfig(model=f"hf:{folder}"))[0][1] == "starts from the folder's weights"
+
+
+def exported_within(rank: int, world_size: int, run: str, folder: str, limits: list[int]) -> list[str]:
+    """What becomes of an export that may take so many bytes beyond those that the process has."""
+    import transformers  # noqa: F401
+
+    warm, told = ExportConfig(run, f"{folder}/warm", sequences=1), list[str]()
+    export(warm)
+    for number, limit in enumerate(limits):
+        before, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit, most))
+        try:
+            told.append(str(export(replace(warm, folder=f"{folder}/{number}", sequences=2)).fidelity))
+        except (RuntimeError, MemoryError, OSError) as error:
+            told.append(type(error).__name__)
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+    return told
+
+
+def test_a_run_is_exported_in_less_memory_than_its_weights(runs: Runs, tmp_path: Path) -> None:
+    """Of more than 60 MB of weights the largest has 4 MB."""
+    ((done, failed),) = run_workers(exported_within, 1, runs.path("large"), str(tmp_path), [LARGE_BYTES // 2, 2 << 20])
+    assert done.startswith("KL ") and failed in ("RuntimeError", "MemoryError", "OSError")
+    run = open_run(runs.path("large"))
+    assert sum(shape.numel() for shape in run.weights.shapes.values()) * 4 > LARGE_BYTES
+    assert all(map(is_hollow, run.model.parameters()))
+    assert furthest(dict(run.weights), weights_of(load_run(runs.path("large")).model)) == 0
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_weights_come_when_they_are_used(keeps: bool) -> None:
+    plain, read = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), list[str]()
+    values = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    x = torch.randn(3, 4)
+    expected = plain(x)
+
+    def given(name: str) -> Tensor:
+        read.append(name)
+        return values[name].clone()
+
+    streamed = StreamedModel(hollow(plain.to("meta")), given, keeps=keeps)
+    assert plain[0].weight.shape == (6, 4) and not read
+    for number in (1, 2):
+        assert torch.equal(streamed(x), expected)
+        assert len(read) == (4 if keeps else 4 * number)
+    assert sum(not is_hollow(param) for param in plain.parameters()) == (4 if keeps else 2)
 
 
 def test_a_folder_without_weights_is_announced(runs: Runs) -> None:
@@ -319,11 +374,7 @@ def test_divergence_and_agreement_are_what_they_say() -> None:
         def forward(self, tokens: Tensor | None = None, **rest: Any) -> Any:
             return self.logits
 
-    class Theirs(Fixed):
-        def forward(self, tokens: Tensor | None = None, **rest: Any) -> Any:
-            return transformers.modeling_outputs.CausalLMOutput(logits=self.logits)
-
-    ours, theirs = Fixed([[0.5, 0.5 - 1e-6, 1e-6], [0.7, 0.2, 0.1]]), Theirs([[0.2, 0.7, 0.1], [0.7, 0.2, 0.1]])
+    ours, theirs = Fixed([[0.5, 0.5 - 1e-6, 1e-6], [0.7, 0.2, 0.1]]), Fixed([[0.2, 0.7, 0.1], [0.7, 0.2, 0.1]])
     found = compare(ours, theirs, [torch.zeros(1, 2, dtype=torch.int64)])
     p, q = np.array([0.5, 0.5 - 1e-6, 1e-6]), np.array([0.2, 0.7, 0.1])
     assert found.kl == pytest.approx((p * np.log(p / q)).sum() / 2, rel=1e-5)

@@ -156,8 +156,8 @@ def test_the_start_table_says_what_is_in_effect() -> None:
     assert described["--checked"] == "no effect on gradients"
     assert described["gradients"] == "1 of 2 as factors of rank 4, the others in fp32"
     assert described["bytes sent"].startswith("by formula")
-    # (64 + 64) * 4 + 64 elements of 4 bytes, 2 (P-1)/P of them, and 24 bytes of agreement.
-    assert described["sent per rank and step"] == f"{(576 * 4 + 24) / 1e6:.3f} MB"
+    # (64 + 64) * 4 + 64 elements of 4 bytes, 2 (P-1)/P of them, and 17 bytes of agreement.
+    assert described["sent per rank and step"] == f"{(576 * 4 + 17) / 1e3:.3f} kB"
 
 
 def test_a_rank_above_every_matrix_is_warned_of() -> None:

@@ -95,6 +95,28 @@ def test_coded_numbers_have_no_bias(tmp_path: Path) -> None:
     own.close()
 
 
+def test_small_steps_of_rounded_masters_add_up(tmp_path: Path) -> None:
+    """Each moves a number by a twentieth of what a level is: rounding to the nearest would lose all of them."""
+    own, level, steps = (
+        Shelf(tmp_path, {"master": Coding(Integer(8, 64))}, 4096, 4096, TierMeter(), Pace(None)),
+        1 / 127,
+        100,
+    )
+    sent, largest = torch.zeros(4096), torch.arange(0, 4096, 64)
+    for _ in range(steps):
+        values = own.take(0)["master"]
+        assert torch.equal(values, sent)
+        values += level / 20
+        values[largest] = 1.0
+        own.settle(0, "master")
+        sent = values.clone()
+        own.put(0, ())
+    moved = sent[torch.arange(4096) % 64 != 0].mean() / level
+    # A number is up to sqrt(100) / 2 levels off, 4,000 of them a twelfth of one: within five deviations.
+    assert moved == pytest.approx(steps / 20, abs=5 * 0.5 * 10 / 63)
+    own.close()
+
+
 def test_numbers_in_bf16_have_no_bias_and_are_rounded_alike_at_any_cut() -> None:
     """Also where they are less than half of the least step from what they were: nearest rounding would lose them."""
     coding, values = Coding(Cast("bf16")), torch.randn(1024, generator=torch.Generator().manual_seed(1)).exp()

@@ -91,7 +91,8 @@ def test_figures_are_of_the_steps_since_the_resume(tmp_path: Path, capsys: pytes
         reporter.finish(step=last_step, peak_rss_bytes=1, **ending)  # type: ignore[arg-type]
         summary, run = json.loads((tmp_path / "summary.json").read_text()), read_run(tmp_path)
         assert summary["resumed_after"] == first_step and len(run.steps) == last_step
-        ratio = capsys.readouterr().out.partition("fp32 1.60 kB: ")[2].splitlines()
+        printed = capsys.readouterr().out
+        ratio = printed.partition("fp32 1.60 kB: ")[2].splitlines()
         if first_step < last_step:
             assert (summary["sent_bytes_per_step"], summary["step_s"]) == (sent_bytes, step_s)
             assert summary["tokens_per_s"] == 10 / step_s
@@ -102,6 +103,7 @@ def test_figures_are_of_the_steps_since_the_resume(tmp_path: Path, capsys: pytes
             assert (run.typical("sent_bytes"), run.typical("step_s")) == (sent_bytes, step_s)
         else:
             assert summary["sent_bytes_per_step"] == run.typical("sent_bytes") == 100, "no step: those before"
+            assert "no step was left to take" in printed and summary["uncompressed_bytes_per_step"] == 1600
 
 
 def test_changes_of_membership_stand_between_steps(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from thinwire.calibration.process import USUAL
 from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.offload.hollow import is_hollow
@@ -24,6 +25,13 @@ from thinwire.run.run import Run
 from thinwire.training.engine import built
 
 CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-over", "2"]
+
+
+@pytest.fixture(autouse=True)
+def usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker takes before it has a model is the same on every machine."""
+    for room in ("run", "planner"):
+        monkeypatch.setattr(f"thinwire.{room}.residency.process_memory", lambda: USUAL)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +121,12 @@ def test_where_all_lies_is_explained(capsys: pytest.CaptureFixture[str]) -> None
     words = ["--model", "demo", "--nodes", "4", "--micro-batch", "1", "--memory", "600mb", "--disk-rate", "100MB/s"]
     assert run_explain([*words, "--strategy", "sdp4bit", "--gflops", "10"]) == 0
     out = capsys.readouterr().out
-    for part in ("where all lies", "masters and optimizer state", "of the disk in a step", "in a step"):
+    for part in ("where all lies", "masters and optimizer state", "of the disk in a step", "memory in use: "):
         assert part in out
+    # The tables agree: what a rank would hold without the budget is in none of them.
+    lines = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if line.count("│") > 3]
+    cells = {name: sizes[:2] for _, name, *sizes in lines}
+    assert cells["sdp4bit"] == cells["together"] and "what one rank holds" not in out
     assert run_explain([*words, "--rate", "100mbit"]) == 0
     assert "--strategy all: sdp4bit with --memory" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="name one strategy"):

@@ -159,14 +159,22 @@ class Source:
                 box.of(mean).add_(box.values(values).float(), alpha=share.weight)
         return self.part_of(name, mean)
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of all parameters, by name."""
+        return {name: torch.Size(shape) for name, shape in self.common["shapes"].items()}
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter's whole tensor, in fp32 if it was trained."""
+        kind = WEIGHTS if self.has(f"{WEIGHTS}/{name}") else FROZEN
+        chunks = self._index.get(f"{kind}/{name}")
+        tensor = torch.empty(self.shapes[name], dtype=dtype_named(chunks[0].dtype) if chunks else torch.float32)
+        self.read({f"{kind}/{name}": Piece.whole(tensor)})
+        return tensor
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter's name and whole tensor, in fp32 if it was trained, one at a time."""
-        for name, shape in self.common["shapes"].items():
-            kind = WEIGHTS if self.has(f"{WEIGHTS}/{name}") else FROZEN
-            chunks = self._index.get(f"{kind}/{name}")
-            tensor = torch.empty(shape, dtype=dtype_named(chunks[0].dtype) if chunks else torch.float32)
-            self.read({f"{kind}/{name}": Piece.whole(tensor)})
-            yield name, tensor
+        """Yield every parameter's name and whole tensor, one at a time; see `weight`."""
+        return ((name, self.weight(name)) for name in self.shapes)
 
     def note(self, what: str, became: str, why: str = "") -> None:
         """Add a line to the load report: its subject, and whether that was found, carried, transformed or dropped."""

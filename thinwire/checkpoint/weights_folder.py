@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.tiers.tensor_file import TensorFile
 
 SHARD_BYTES = 2 << 30
 
@@ -56,30 +56,23 @@ def write_weights(
 ) -> dict[str, torch.Size]:
     """Write named tensors as .safetensors files of at most `shard_bytes` bytes, or one tensor. Return their shapes.
 
-    At most one file's tensors are in memory. If there are several files, `model.safetensors.index.json` lists them.
-    Raises ThinwireError if the disk is full.
+    One tensor is in memory at a time. If there are several files, `model.safetensors.index.json` lists them. Raises
+    ThinwireError if the disk is full.
     """
     shapes: dict[str, torch.Size] = {}
-    files: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total_bytes = pending_bytes = 0
-
-    def flush() -> None:
-        with explained(folder):
-            save_file(pending, folder / part_name(len(files)), metadata={"format": "pt"})
-        files.append(list(pending))
-        pending.clear()
-
+    with explained(folder):
+        files = [TensorFile(folder / part_name(0))]
     for name, tensor in tensors:
-        if pending and pending_bytes + tensor.nbytes > shard_bytes:
-            flush()
-            pending_bytes = 0
-        # Copy: safetensors refuses tensors that share memory, and a mapped tensor has not been read yet.
-        pending[name], shapes[name] = tensor.clone(memory_format=torch.contiguous_format), tensor.shape
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    flush()
-    name_files(folder, files, total_bytes)
+        with explained(folder):
+            last = files[-1]
+            if last.names and (last.num_bytes + tensor.nbytes > shard_bytes or not last.takes(name, tensor)):
+                last.close()
+                files.append(TensorFile(folder / part_name(len(files))))
+            files[-1].add(name, tensor)
+        shapes[name] = tensor.shape
+    with explained(folder):
+        files[-1].close()
+    name_files(folder, [file.names for file in files], sum(file.num_bytes for file in files))
     return shapes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,16 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.options import ExportConfig
-from thinwire.convert.saved import SavedRun, load_run
+from thinwire.convert.saved import SavedRun, open_run
+from thinwire.convert.streamed import StreamedModel
 from thinwire.convert.tokenizer import write_tokenizer
 from thinwire.convert.verify import Fidelity, KeptLogits, UnfaithfulError, compare
 from thinwire.data import Tokenizer, heldout_batches
 from thinwire.errors import ConfigError
+from thinwire.hosts.offload.hollow import hollow
+from thinwire.hosts.offload.room import limit_bytes
 from thinwire.models import HFCausalLM, Llama, MoELlama
+from thinwire.models.hf import hollow_hf
 from thinwire.models.mixtral import mixtral_config, mixtral_weights
 from thinwire.run.run import tokens_of
 
@@ -42,24 +46,27 @@ class Exported:
 def export(config: ExportConfig) -> Exported:
     """Write the folder, load it with transformers, and compare. If they differ, delete the folder.
 
-    One model is in memory at a time.
+    Weights are written one at a time. Of both models one is in memory at a time, or, where memory is limited, one
+    weight, which is read whenever it is used.
 
     Raises ConfigError for a run that can't be read or a folder that is in use. Raises UnfaithfulError if the tokenizer
     or the model that transformers loads differs from the run's.
     """
     check_transformers()
-    run = load_run(config.run)
-    texts = [tokens for tokens, _ in sequences_of(run, config.data, config.sequences)]
+    run = open_run(config.run)
+    keeps = limit_bytes() is None and run.config.memory is None
+    given = run, config.data, config.sequences
+    texts = [tokens for tokens, _ in sequences_of(*given, micro_batch=MICRO_BATCH if keeps else 1)]
     with new_folder(Path(config.folder)) as folder:
         write_model(run, DTYPES[config.dtype], folder)
         write_tokenizer(run.config.tokenizer, run.config.seq_len, folder)
         check_tokenizer(folder, run.tokenizer, texts)
         with TemporaryDirectory(dir=folder) as kept:
-            ours = KeptLogits(run.model, texts, Path(kept))
-            theirs = reload(folder)
-            fidelity = compare(ours, theirs, texts)
+            ours = KeptLogits(StreamedModel(run.model, run.weights.__getitem__, keeps=keeps), texts, Path(kept))
+            theirs, read = reload(folder)
+            fidelity = compare(ours, StreamedModel(theirs, read, keeps=keeps), texts)
         fidelity.check(config.max_kl, config.min_agreement)
-    return Exported(run.step, theirs.num_parameters(), type(theirs).__name__, fidelity)
+    return Exported(run.step, theirs.num_parameters, type(theirs.model).__name__, fidelity)
 
 
 def check_transformers() -> None:
@@ -72,48 +79,39 @@ def check_transformers() -> None:
 
 
 def sequences_of(
-    run: SavedRun, data: str | None, sequences: int, trains: bool = False
+    run: SavedRun, data: str | None, sequences: int, trains: bool = False, micro_batch: int = MICRO_BATCH
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Evenly spaced (tokens, targets) of the run's data or of other `data`, int64 [<= MICRO_BATCH, seq_len] each.
+    """Evenly spaced (tokens, targets) of the run's data or of other `data`, int64 [<= micro_batch, seq_len] each.
 
     trains: those of the training part, in place of the held-out one.
     """
     first, last = tokens_of(run.config, run.tokenizer, data).split(run.config.seq_len)
     tokens = first if trains else last
-    return heldout_batches(tokens, seq_len=run.config.seq_len, micro_batch=MICRO_BATCH, max_sequences=sequences)
+    return heldout_batches(tokens, seq_len=run.config.seq_len, micro_batch=micro_batch, max_sequences=sequences)
 
 
 def write_model(run: SavedRun, dtype: torch.dtype, folder: Path) -> None:
-    """config.json and the weights."""
+    """config.json and the weights, one at a time."""
     settings, state = described(run)
     settings["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    write_weights(folder, ((name, as_dtype(tensor, dtype)) for name, tensor in state.items()))
+    write_weights(folder, ((name, as_dtype(state[name], dtype)) for name in state))
 
 
-def described(run: SavedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def described(run: SavedRun) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     """The run's model as transformers knows it: settings for a config.json, and weights, each shared one once."""
     model: Any = run.model
     if isinstance(model, HFCausalLM):
-        model = model.model
-        settings = model.config.to_dict()
+        settings = model.model.config.to_dict()
         settings.pop("dtype", None)
-    else:
-        assert isinstance(model, Llama)
-        settings = llama_config(model, run.tokenizer)
-    tied = tied_names(model)
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    return settings, mixtral_weights(state) if isinstance(model, MoELlama) else state
+        return settings, run.weights.below("model.")
+    assert isinstance(model, Llama)
+    state = mixtral_weights(dict(run.weights)) if isinstance(model, MoELlama) else run.weights
+    return llama_config(model, run.tokenizer), state
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def tied_names(model: nn.Module) -> set[str]:
-    """Names of shared parameters that repeat an earlier one. Each shared parameter is written once."""
-    first = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def llama_config(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -153,8 +151,15 @@ def check_tokenizer(folder: Path, ours: Tokenizer, texts: list[Tensor]) -> None:
             )
 
 
-def reload(folder: Path) -> Any:
-    """Load the folder's model in fp32 with transformers. Raises UnfaithfulError for weights that do not fit."""
+def reload(folder: Path) -> tuple[HFCausalLM, Callable[[str], Tensor]]:
+    """The folder's model in fp32, without memory for its weights, and what reads them by name.
+
+    A model of which transformers has other tensors than its files is loaded whole. Raises UnfaithfulError for weights
+    that do not fit.
+    """
+    made, stored, _ = hollow_hf(str(folder), 0, 0, {})
+    if made is not None and stored is not None and stored.are_all_of(made.model):
+        return hollow(made).eval(), stored
     import transformers
 
     model, odd = load_strictly(transformers.AutoModelForCausalLM, folder)
@@ -162,7 +167,7 @@ def reload(folder: Path) -> Any:
         raise UnfaithfulError(
             f"the written weights differ from those that transformers needs: {', '.join(odd)}; the folder was deleted"
         )
-    return model
+    return HFCausalLM(model, 0), dict(model.named_parameters()).__getitem__
 
 
 def load_strictly(loader: Any, folder: Path) -> tuple[Any, list[str]]:

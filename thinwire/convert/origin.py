@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from thinwire.checkpoint.foreign import SafetensorsSource
 from thinwire.convert.export import described, load_strictly, sequences_of
 from thinwire.convert.foreign import copy_tokenizer
-from thinwire.convert.saved import load_run
+from thinwire.convert.saved import open_run
+from thinwire.convert.streamed import StreamedModel
 from thinwire.convert.tokenizer import write_tokenizer
 from thinwire.data import Tokenizer, heldout_batches, load_tokenizer, prepare
 from thinwire.errors import ConfigError
@@ -109,10 +110,10 @@ class Folder:
 
 
 class SavedModel:
-    """The last checkpoint of a run."""
+    """The last checkpoint of a run, whose tensors are read one at a time."""
 
     def __init__(self, path: str) -> None:
-        self.run = load_run(path)
+        self.run = open_run(path)
         self.settings, self.weights = described(self.run)
         self.tokenizer, self.seq_len = self.run.tokenizer, self.run.config.seq_len
 
@@ -123,7 +124,7 @@ class SavedModel:
         return self.weights[name]
 
     def model(self) -> nn.Module:
-        return self.run.model
+        return StreamedModel(self.run.model, self.run.weights.__getitem__, keeps=True)
 
     def tokens(self, data: str | None, sequences: int, *, trains: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
         return sequences_of(self.run, data, sequences, trains)

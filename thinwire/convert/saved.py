@@ -3,60 +3,135 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from thinwire.checkpoint import Source, choose, nearest_run, step_of
 from thinwire.checkpoint.folder import Manifest, folder_of
 from thinwire.data import Tokenizer, load_tokenizer
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.offload.hollow import hollow
 from thinwire.islands.optimizer import OUTER
 from thinwire.methods.outer.parameters import parameters_in
-from thinwire.models import build_model
-from thinwire.models.kept import whole
+from thinwire.models import Llama, build_model
+from thinwire.models.build import build_skeleton
+from thinwire.models.hf import shapes_hf
+from thinwire.models.kept import held, is_pruned, whole
 from thinwire.options import model_table
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
 from thinwire.run.settings import read_toml
 
 
+class WhenAsked(Mapping[str, Tensor]):
+    """Tensors by name, each made whenever it is asked for. shapes: of all, known at once."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]], shapes: Mapping[str, torch.Size]) -> None:
+        self._makers, self.shapes = dict(makers), dict(shapes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._makers[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def below(self, prefix: str) -> WhenAsked:
+        """Those whose names begin with a prefix, without it."""
+        own = {name.removeprefix(prefix): name for name in self._makers if name.startswith(prefix)}
+        makers = {short: self._makers[name] for short, name in own.items()}
+        return WhenAsked(makers, {short: self.shapes[name] for short, name in own.items()})
+
+
 @dataclass(frozen=True)
 class SavedRun:
-    """A run's configuration, tokenizer and model (in evaluation mode), and its checkpoint's step and training loss."""
+    """A run's configuration, tokenizer and model (in evaluation mode), and its checkpoint's step and training loss.
+
+    weights: what the model's state_dict has, or would have if its parameters had memory, each shared one once.
+    """
 
     config: TrainConfig
     tokenizer: Tokenizer
     model: nn.Module
+    weights: WhenAsked
     step: int
     loss: float | None
 
 
 def load_run(path: str) -> SavedRun:
     """Load the run in a directory. Raises ConfigError if it holds no run, or no checkpoint yet."""
+    return _load(path, is_whole=True)
+
+
+def open_run(path: str) -> SavedRun:
+    """The same, with parameters that have no memory: `weights` reads each whenever it is asked for.
+
+    A mixture of experts and a pruned model are loaded whole.
+    """
+    return _load(path, is_whole=False)
+
+
+def _load(path: str, *, is_whole: bool) -> SavedRun:
     run_dir, problems = RunDir(path), Problems()
     if not run_dir.config().is_file():
         raise ConfigError(f"{path} holds no run{nearest_run(Path(path))}")
     config = read_toml(run_dir.config(), problems)
     problems.raise_any()
     tokenizer = load_tokenizer(config.tokenizer)
-    fields = config.tables.get(model_table(config.model) or "")
-    model = build_model(config.model, tokenizer.vocab_size, config.seq_len, config.seed, fields)
+    fields = config.tables.get(model_table(config.model) or "") or {}
+    size = config.model, tokenizer.vocab_size, config.seq_len
+    model = None if is_whole else without_memory(*size, fields)
+    is_whole = model is None
+    model = build_model(*size, config.seed, fields) if model is None else model
     step, weights = full_weights(run_dir)
     wanted = {name: param.shape for name, param in model.named_parameters()}
-    odd = [name for name, shape in wanted.items() if name not in weights or weights[name].shape != shape]
-    if odd := odd or model.load_state_dict(weights, strict=False).unexpected_keys:
+    odd = [name for name, shape in wanted.items() if weights.shapes.get(name) != shape]
+    if odd := odd or sorted(weights.shapes.keys() - model.state_dict().keys()):
         raise ConfigError(
             f"{run_dir.checkpoints} does not fit the model {config.model} that {run_dir.config()} names: "
             f"{odd[0]} differs"
         )
-    whole(model)
+    model.load_state_dict({name: weights[name] for name in weights if name not in wanted}, strict=False)
+    if is_whole:
+        for name, param in model.named_parameters():
+            param.data = weights[name].to(param.dtype)
+        whole(model)
+    shapes = {name: tensor.shape for name, tensor in held(model).items()}
+    own: Callable[[str], Tensor] = partial(_tensor_of, model)
+    makers = {name: partial(weights.__getitem__ if name in wanted and not is_whole else own, name) for name in shapes}
+    every = WhenAsked(makers, shapes)
     loss = Manifest.read(folder_of(run_dir.checkpoints, step)).loss
-    return SavedRun(config, tokenizer, model.eval(), step, loss)
+    return SavedRun(config, tokenizer, model.eval(), every, step, loss)
 
 
-def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
+def _tensor_of(model: nn.Module, name: str) -> Tensor:
+    """What a model has now under that name: a tensor that is kept here would outlive the model's own memory."""
+    return held(model)[name]
+
+
+def without_memory(model: str, vocab_size: int, seq_len: int, fields: Mapping[str, Any]) -> nn.Module | None:
+    """The model of `build_model`, with parameters that have no memory; None for a mixture of ours and a pruned one."""
+    if not model.startswith("hf:"):
+        skeleton = build_skeleton(model, vocab_size, seq_len, fields)
+        return hollow(skeleton) if type(skeleton) is Llama else None
+    folder = model.removeprefix("hf:")
+    if is_pruned(Path(folder).expanduser()):
+        return None
+    return hollow(shapes_hf(folder, vocab_size, seq_len, fields).float())
+
+
+def full_weights(run_dir: RunDir) -> tuple[int, WhenAsked]:
     """The step of a run's last sound checkpoint and its whole fp32 weights by name, with buffers and frozen parameters.
 
     With a sharded optimizer these are its fp32 masters, before any rounding for communication. With islands they are
@@ -70,7 +145,9 @@ def full_weights(run_dir: RunDir) -> tuple[int, dict[str, Tensor]]:
     if folder is None:
         raise ConfigError(f"{run_dir.path} holds no checkpoint yet")
     source = Source(folder, 0)
-    weights = source.own("trainer", rank=0)["buffers"] | dict(source.weights())
+    here: dict[str, Tensor] = source.own("trainer", rank=0)["buffers"]
     if outer := source.own(OUTER, rank=0):
-        weights |= parameters_in(outer, source.common["shapes"])
-    return step_of(folder), weights
+        here |= parameters_in(outer, source.common["shapes"])
+    makers = {name: partial(source.weight, name) for name in source.shapes}
+    makers |= {name: partial(here.__getitem__, name) for name in here}
+    return step_of(folder), WhenAsked(makers, source.shapes | {name: tensor.shape for name, tensor in here.items()})

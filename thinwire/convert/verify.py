@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ThinwireError
+
+# Tokens whose fp64 logits are in memory at a time.
+ROWS = 64
 
 
 class UnfaithfulError(ThinwireError):
@@ -67,20 +69,21 @@ class KeptLogits:
 
 
 @torch.no_grad()
-def compare(ours: Callable[[Tensor], Tensor], theirs: Any, batches: Iterable[Tensor]) -> Fidelity:
+def compare(
+    ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], batches: Iterable[Tensor]
+) -> Fidelity:
     """Compare both models on batches of tokens, int64 [batch, seq].
 
     The divergence is the sum over the vocabulary of p (log p - log q), with p of `ours`, in fp64.
 
-    Args:
-        ours: gives logits [batch, seq, vocab] of tokens: a model, or what was kept of one.
-        theirs: a causal LM of transformers.
+    ours, theirs: give logits [batch, seq, vocab] of tokens: a model, or what was kept of one.
     """
     divergence, num_same, num_tokens = 0.0, 0, 0
     for tokens in batches:
-        p = ours(tokens).double().log_softmax(-1)
-        q = theirs(input_ids=tokens, use_cache=False).logits.double().log_softmax(-1)
-        divergence += float((p.exp() * (p - q)).sum())
-        num_same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        found = (model(tokens).flatten(0, 1).split(ROWS) for model in (ours, theirs))
+        for p, q in zip(*found, strict=True):
+            p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+            divergence += float((p.exp() * (p - q)).sum())
+            num_same += int((p.argmax(-1) == q.argmax(-1)).sum())
         num_tokens += tokens.numel()
     return Fidelity(divergence / num_tokens, num_same / num_tokens, num_tokens)

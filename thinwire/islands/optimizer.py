@@ -16,7 +16,7 @@ from thinwire.islands.loop import OuterLoop, Whole
 from thinwire.islands.recovery import Change
 from thinwire.islands.traffic import LoopTraffic
 from thinwire.methods.outer.base import Connected, IslandsMethod
-from thinwire.table import Row
+from thinwire.table import Row, sent_text
 
 # Of a checkpoint: what an island's outer method holds.
 OUTER = "outer"
@@ -94,7 +94,7 @@ class IslandsOptimizer:
 
     def describe(self) -> list[Row]:
         per_step, every = self.traffic.bytes_per_step, self.loop.method.sync_every
-        shown = f"{per_step / 1e6:.3f} MB", f"the mean over {every} steps, besides the island's"
+        shown = sent_text(per_step), f"the mean over {every} steps, besides the island's"
         ascent = [(f"ascent {self.climb.rho:g}", "two forwards and backwards", TWICE)] if self.climb else []
         return [
             (f"strategy {self.method.name}", f"{self.method.inner.name} inside each island", ""),

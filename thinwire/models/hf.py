@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.models.balance import joined_loss, joined_sums, joins_layers, summed_over_ranks
-from thinwire.models.kept import PACKED, is_pruned, keep_folder, read_packed
+from thinwire.models.kept import PACKED, held, is_pruned, keep_folder, read_packed
 from thinwire.models.llama import next_token_loss, with_gradient_of
 from thinwire.table import Row
+from thinwire.tiers.tensor_file import StoredTensors
 
 log = logging.getLogger(__name__)
 # What models of transformers call the weight of their balance loss, or their configurations.
@@ -108,6 +109,21 @@ def skeleton_hf(
     return HFCausalLM(model, longest(config) or seq_len)
 
 
+def shapes_hf(
+    folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool | str]
+) -> HFCausalLM:
+    """The model of `build_hf` with parameters on the device "meta", whose buffers have the values of a new model.
+
+    A pruned folder's matrices are whole. Raises the same ConfigErrors.
+    """
+    config = check_hf(folder, vocab_size, seq_len, overrides)
+    import transformers
+
+    with explained(folder), torch.random.fork_rng(), parameters_on_meta():
+        model = fresh(transformers, config)
+    return HFCausalLM(model.train(), longest(config) or seq_len)
+
+
 def hollow_hf(
     folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool | str]
 ) -> tuple[HFCausalLM | None, StoredWeights | None, str]:
@@ -115,17 +131,12 @@ def hollow_hf(
 
     Only a folder that holds all weights, each under its own name, gives them one by one. Raises the same ConfigErrors.
     """
-    config = check_hf(folder, vocab_size, seq_len, overrides)
-    import transformers
-
-    with explained(folder), torch.random.fork_rng(), parameters_on_meta():
-        model = fresh(transformers, config)
-    kinds = {name: param.dtype for name, param in model.named_parameters()}
+    made = shapes_hf(folder, vocab_size, seq_len, overrides)
+    kinds = {name: param.dtype for name, param in made.model.named_parameters()}
     if why := why_whole_hf(folder, kinds):
         return None, None, why
-    made = HFCausalLM(model.float().train(), longest(config) or seq_len)
     stored = StoredWeights(Path(folder).expanduser(), kinds)
-    stored.fill_buffers(model)
+    stored.fill_buffers(made.float().model)
     return made, stored, ""
 
 
@@ -165,27 +176,32 @@ class StoredWeights:
 
     def __init__(self, folder: Path, kinds: Mapping[str, torch.dtype]) -> None:
         """kinds: in which dtype the model has each weight, by its name in transformers; they are read as fp32."""
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, StoredTensors] = {}
         for path in sorted(folder.glob("*.safetensors")):
             try:
-                file: Any = safe_open(path, "pt")
+                file = StoredTensors(path)
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"model hf:{folder}: its weights can't be loaded: {first_line(error)}") from error
-            self._files |= dict.fromkeys(file.keys(), file)
+            self._files |= dict.fromkeys(file.shapes, file)
         self._kinds = kinds
         self.missing = [name for name in kinds if name not in self._files]
 
     def __call__(self, name: str) -> Tensor:
         """A weight by its name in HFCausalLM."""
         own = name.removeprefix("model.")
-        return self._files[own].get_tensor(own).to(self._kinds[own]).float()
+        return self._files[own].read(own).to(self._kinds[own]).float()
+
+    def are_all_of(self, model: nn.Module) -> bool:
+        """Whether the files hold what the state_dict of a model of transformers has, and nothing else."""
+        found = {name: file.shapes[name] for name, file in self._files.items()}
+        return found == {name: tensor.shape for name, tensor in held(model).items()}
 
     @torch.no_grad()
     def fill_buffers(self, model: nn.Module) -> None:
         """Copy the buffers that lie in the files."""
         for name, buffer in model.named_buffers():
             if name in self._files:
-                buffer.copy_(self._files[name].get_tensor(name))
+                buffer.copy_(self._files[name].read(name))
 
 
 def check_hf(folder: str, vocab_size: int, seq_len: int, overrides: Mapping[str, int | float | bool | str]) -> Any:

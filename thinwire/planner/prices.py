@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from thinwire.calibration.process import USUAL
 from thinwire.cost.graph import ROUND
 from thinwire.cost.simulator import COMMUNICATION, TRAINING
 from thinwire.errors import ConfigError
 from thinwire.methods.memory import Floor, Residency, Setup, placed as parts_of, resident_method, settled
-from thinwire.methods.memory.floor import PROCESS_BYTES
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.mixture import price_experts
@@ -99,7 +99,7 @@ def disk_floor(pricing: Pricing, way: Candidate) -> float:
 
 def unusual_bytes(pricing: Pricing) -> float:
     """What a process of this machine holds before it has a model, beyond the usual one of which floors are made."""
-    return max(0.0, pricing.machine.base_bytes - PROCESS_BYTES)
+    return max(0.0, pricing.machine.base_bytes - USUAL.data)
 
 
 def on_disk(pricing: Pricing, way: Candidate) -> tuple[Residency, Setup]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from thinwire.calibration.process import process_memory
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.activations import kept_of, vocabulary_of
@@ -24,6 +25,7 @@ from thinwire.methods.memory import (
     check_across,
     check_outer,
     efficiency,
+    in_use,
     outer_bytes,
     placed,
     resident_method,
@@ -72,7 +74,7 @@ def where_all_lies(
     setup = Setup(
         resident_method(method, axes), shapes, topology, config.micro_batches or 1,
         kept_of(model, *given, slices=residency.slices or 1, tile=residency.tile), across_of(inner, model),
-        outer=outer_bytes(method, model, topology), is_built_whole=bool(whole),
+        outer=outer_bytes(method, model, topology), is_built_whole=bool(whole), process=process_memory(),
     )  # fmt: skip
     if setup.across is not None and residency.optimizer != "memory":
         check_across(residency, name_of(config.optimizer), streams=setup.across.optimizer.streams)
@@ -97,6 +99,9 @@ def where_all_lies(
     parts = list(placed(residency, setup))
     moved = sum(part.read + part.written for part in parts)
     rows.append((f"--memory {config.memory}", f"{bytes_text(moved)} to and from the disk in a step", "of each rank"))
+    held, used = sum(part.memory for part in parts), in_use(parts, setup)
+    why = "the budget counts what a process reserves, too, such as stacks of threads"
+    rows.append(("memory in use", f"{bytes_text(used)} of {bytes_text(held)}", why))
     if residency.rate is not None:
         seconds = seconds_text(moved / residency.rate)
         rows.append((f"--disk-rate {config.disk_rate}", f"{seconds} of the disk in a step", "computing may hide it"))

@@ -33,10 +33,7 @@ BESIDE = {
     "activations": "of the micro-batches whose backwards are to come",
     "last messages": "of sequences, at each border, for delta; at most",
 }
-FOOT = (
-    "fp32, {}. Not counted: {}scratch memory for the packets of a few buckets. Bytes are payload that one rank "
-    "sends in a step."
-)
+FOOT = "fp32, {}. {}Bytes are payload that one rank sends in a step."
 # Candidates that are shown.
 MOST_SHOWN = 8
 
@@ -54,7 +51,9 @@ def print_explained(config: ExplainConfig, problems: Problems) -> None:
     for table in tables(found):
         console.print(table)
     has_activations = found.stages is not None or found.activations is not None
-    console.print(FOOT.format(found.optimizer, "" if has_activations else "activations, and "))
+    besides = "" if has_activations else "activations, and "
+    left_out = f"Not counted: {besides}scratch memory for the packets of a few buckets. "
+    console.print(FOOT.format(found.optimizer, "" if found.resident is not None else left_out))
     for line in reasons(found):
         console.print(line)
     for asked, effect, why in found.notes:
@@ -102,7 +101,9 @@ def tables(found: Explained) -> list[Table]:
         between = "" if found.stages is None else " between the replicas of a stage"
         (name,) = found.plans
         kept = {"activations": found.activations_of(name), "last messages": found.last_messages_of(name) or None}
-        made += [parts_of_memory(plan, kept), parts_of_traffic(plan, steps, between)]
+        # Under a budget, the table of what lies where has the parts.
+        made += [parts_of_memory(plan, kept)] if found.resident is None else []
+        made += [parts_of_traffic(plan, steps, between)]
     made += [ways_of_experts(found.expert_ways)] if found.expert_ways else []
     return made
 
@@ -116,33 +117,34 @@ def side_by_side(found: Explained) -> Table:
     title += f"\n{found.vocabulary}" if found.vocabulary else ""
     has_pair = any(plan.sent_on("pair") for plan in found.plans.values())
     levels = [level for level in LEVELS if level != "pair" or has_pair]
-    memory = ("weights", "gradients", "optimizer", "passing")
     seconds = [("on the link", found.link_s, found.rate), ("inside", found.local_s, found.local_rate)]
     seconds = [entry for entry in seconds if entry[2] is not None]
-    activations = ["activations"] if any(found.activations_of(name) is not None for name in found.plans) else []
-    last = ["last messages"] if any(found.last_messages_of(name) for name in found.plans) else []
-    heads = [
-        *memory,
-        "other",
-        *activations,
-        *last,
-        "memory",
-        *(LEVELS[level] for level in levels),
-        *(head for head, _, _ in seconds),
-    ]
+    memory = {name: memory_of(found, name) for name in found.plans}
+    heads = [*next(iter(memory.values())), *(LEVELS[level] for level in levels), *(head for head, _, _ in seconds)]
     table = Table(Column("strategy", overflow="fold"), title=title, title_justify="left")
     for head in heads:
         table.add_column(head, justify="right")
     for name, plan in found.plans.items():
-        held: list[float] = [getattr(plan, part) for part in memory] + [sum(plan.other.values())]
-        kept = found.activations_of(name)
-        held += [] if kept is None else [kept]
-        held += [found.last_messages_of(name)] if last else []
         sent = [plan.sent_on(level) for level in levels]
         times = [seconds_text(value) for _, of, _ in seconds if (value := of(plan)) is not None]
         marked = f"{name} *" if name in found.mean_over else name
-        table.add_row(marked, *map(bytes_text, [*held, sum(held), *sent]), *times)
+        table.add_row(marked, *map(bytes_text, [*memory[name].values(), *sent]), *times)
     return table
+
+
+def memory_of(found: Explained, name: str) -> dict[str, float]:
+    """What a rank has of a strategy, in bytes, by column; under a budget all of it, in memory and on the disk."""
+    if found.resident is not None:
+        parts = found.resident.parts
+        return {"memory": sum(part.memory for part in parts), "disk": sum(part.disk for part in parts)}
+    plan = found.plans[name]
+    held: dict[str, float] = {part: getattr(plan, part) for part in ("weights", "gradients", "optimizer", "passing")}
+    held["other"] = sum(plan.other.values())
+    if (kept := found.activations_of(name)) is not None:
+        held["activations"] = kept
+    if any(map(found.last_messages_of, found.plans)):
+        held["last messages"] = found.last_messages_of(name)
+    return held | {"memory": sum(held.values())}
 
 
 def stage_by_stage(stages: Stages, held: Mapping[str, Mapping[int, float]]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from thinwire.calibration.process import process_memory
 from thinwire.collectives import Topology
 from thinwire.hosts.offload.activations import kept_of
 from thinwire.hosts.offload.tiling import tiled_shapes
@@ -46,7 +47,7 @@ def setup_of(run: Run, skeleton: nn.Module) -> Setup:
         None if inner is None else across_of(inner, skeleton),
         outer=outer_bytes(run.strategy, skeleton, topology),
         at_once=name in NAMED and not config.grad_clip and limits_itself(optimizer),
-        is_built_whole=bool(why_whole(config.model, skeleton)),
+        is_built_whole=bool(why_whole(config.model, skeleton)), process=process_memory(),
     )  # fmt: skip
 
 

@@ -138,6 +138,16 @@ class Shelf:
             before = self._writing.get(number)
             self._writing[number] = self._writer.submit(self._write, number, slot, before, stays=stays)
 
+    def settle(self, number: int, kind: str) -> None:
+        """Round a record that is in use to what is stored of it, so that one kind has the values that a `take` gives.
+
+        Then `put` it without kinds.
+        """
+        slot = self._staying[number] if number in self._staying else self._in_use[number]
+        self._encode(number, slot, None)
+        if kind in self._work:
+            self.kinds[kind].decode(self._packet(kind, self._parts(slot)[kind]), self._work[kind])
+
     def leave(self, number: int) -> None:
         """Release the record, which was not changed."""
         if number not in self._staying:

@@ -22,6 +22,9 @@ from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
 
+# Of summary.json: what belongs to the layout that took the steps.
+OF_A_STEP = ("sent_by", "uncompressed_bytes_per_step")
+
 
 class Reporter:
     """Writes and prints what happens in a run; only on rank 0. `config` is the resolved configuration."""
@@ -100,8 +103,9 @@ class Reporter:
         average = fmean if has_islands(self.config.strategy) else median
         records = self.metrics.records
         # Steps before a resume may have used another layout or strategy.
-        own = [record for record in records if record.step > self.first_step] or records
+        own = [record for record in records if record.step > self.first_step]
         # A first step may send gradients alone, which is no measure of a step.
+        self._num_own, own = len(own), own or records
         self._is_typical = len(own) > 1
         typical = medians(own, "step_s", "exposed_comm_s", "sent_bytes", "pipeline_s", average=average)
         summary = {
@@ -133,6 +137,8 @@ class Reporter:
             "effects": self.rows,
             "sample": sample,
         }
+        if not self._num_own:
+            summary |= self._figures_before()
         self._say_summary(summary)
         problems = [unsaved] if unsaved else []
         try:
@@ -143,6 +149,14 @@ class Reporter:
             problems.append(f"{what}; the run is over, and without a summary")
         if problems:
             raise UnsavedError("; ".join(problems))
+
+    def _figures_before(self) -> dict[str, Any]:
+        """What was written of the steps before a resume that has taken none: no step of this layout is known."""
+        try:
+            found = json.loads(self.run_dir.summary.read_text())
+        except (OSError, ValueError):
+            return {}
+        return {name: found[name] for name in OF_A_STEP if name in found}
 
     def _write(self, record: StepMetrics | RunEvent) -> None:
         """Write to the metrics file. A full disk does not stop training: the line is tried again with the next one."""
@@ -160,8 +174,9 @@ class Reporter:
         if summary["sample"]:
             say(f"\n--- the model goes on from {self.config.prompt!r} ---\n{printable(summary['sample'])}\n---")
         sent, plain = summary["sent_bytes_per_step"], summary["uncompressed_bytes_per_step"]
-        # Where no step was taken, those before a resume may be of a layout that sent something, and this one nothing.
-        if sent and plain:
+        if not self._num_own and self.first_step:
+            say("no step was left to take: in summary.json, seconds and bytes of a step are those of the steps before")
+        elif sent and plain:
             times = max(plain / sent, sent / plain)
             ratio = f"{times:.1f} times {'fewer' if sent < plain else 'as many'}" if times >= 1.05 else "as many"
             by = "by rank 0 " if self.has_stages else ""

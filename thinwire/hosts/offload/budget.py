@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from thinwire.calibration.process import process_memory
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.room import data_bytes, limit_bytes
 from thinwire.methods.memory import LENT_RATE, Floor, Residency, Setup, settled
@@ -24,6 +25,8 @@ def fitted(residency: Residency, setup: Setup) -> tuple[Residency, list[Row]]:
     if residency.memory is None and (limit := limit_bytes()) is not None:
         residency = replace(residency, memory=f"{limit}b")
         rows.append(("memory", f"{limit / 1e6:.0f} MB", "this process's own limit, of ulimit -d"))
+    if residency.memory is not None:
+        setup = replace(setup, process=process_memory())
     residency = settled(residency, setup)
     if (budget := residency.memory_bytes) is not None:
         Floor.of(residency, setup).check(budget, "memory='{}'")

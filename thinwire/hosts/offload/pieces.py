@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
+from thinwire.codecs.random import derive_seed, named_seed
 from thinwire.hosts.offload.states import twin_of
-from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.owned import Owned, slots_of, state_of_piece
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.methods.memory import Residency
@@ -27,14 +28,27 @@ from thinwire.tiers.pool import aligned
 
 @dataclass(eq=False)
 class PieceSpot:
-    """Where a piece and its state lie. stored: what is on the disk, each tensor with its place and checksums."""
+    """Where a piece and its state lie.
+
+    Attributes:
+        stored: what is on the disk, each tensor with its place and checksums.
+        packet: what the piece is stored as; None: it is stored as it is.
+        num_rounded: how often it was rounded.
+    """
 
     owned: Owned
     place: int
     num_bytes: int
     stays: bool = False
     is_here: bool = True
+    packet: Tensor | None = None
+    num_rounded: int = 0
     stored: list[tuple[Tensor, int, list[int]]] = field(default_factory=list)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in memory between two uses of a piece that stays there."""
+        return self.num_bytes - (0 if self.packet is None else aligned(self.owned.master.nbytes))
 
 
 class PiecesOnDisk:
@@ -42,6 +56,10 @@ class PiecesOnDisk:
 
     The optimizer brings a piece whenever a part of its update needs it, see `SummingOptimizer.step`. What it has not
     changed is not written again. Updated masters lie in the `shard_grad` of their bucket until the next reduction.
+
+    Masters may be stored in a codec. Then a step rounds each piece to what is stored of it, at random by its name, its
+    elements' numbers and how often it was rounded; its fp32 numbers have memory only while they are used, and a place
+    on the disk for a checkpoint.
 
     parts: see Part, by parameter; of those that are cut and looked across.
 
@@ -57,7 +75,8 @@ class PiecesOnDisk:
         self._buckets = [bucket for unit in self.units for bucket in unit.buckets]
         grouped, kinds = slots_of(inner, self._buckets), elementwise_kinds(inner)
         slots = [slot for group in grouped for slot in group if slot.owned.start < slot.owned.stop]
-        sizes = [piece_bytes(inner, slot.owned.stop - slot.owned.start, parts.get(slot.name)) for slot in slots]
+        self._coding = residency.master_coding
+        sizes = [self._piece_bytes(slot, parts.get(slot.name)) for slot in slots]
         self.file = DiskFile(residency.folder, sum(sizes), meter, pace)
         self._passage = ChunkedFile(self.file)
         self.spots: dict[Tensor, PieceSpot] = {}
@@ -73,6 +92,9 @@ class PiecesOnDisk:
                 self.spots[piece] = spot = PieceSpot(Owned(slot, piece), place, num_bytes)
                 place += num_bytes
                 group["params"].append(piece)
+                if not self._coding.is_plain:
+                    spot.packet = torch.empty(self._coding.num_bytes(piece.numel()), dtype=torch.uint8)
+                    self._round(spot)
                 if held:
                     # It is cut further when the pieces are joined.
                     inner.state[piece] = state_of_piece(held, slot, kinds)
@@ -91,6 +113,11 @@ class PiecesOnDisk:
         """Bytes on the disk."""
         return sum(spot.num_bytes for spot in self.spots.values())
 
+    def _piece_bytes(self, slot: Slot, part: Part | None) -> int:
+        numel = slot.owned.stop - slot.owned.start
+        coded = 0 if self._coding.is_plain else aligned(self._coding.num_bytes(numel))
+        return piece_bytes(self.inner, numel, part) + coded
+
     @contextmanager
     def bring(self, piece: Tensor, is_last: bool = False) -> Iterator[None]:
         """Context with a piece and its state in memory, where they may be changed. is_last: its step ends with it."""
@@ -98,18 +125,31 @@ class PiecesOnDisk:
         with self.meter.waiting():
             self._bring(spot)
         yield
+        if is_last and piece.grad is not None:
+            self._round(spot)
         if is_last and not self._at_once:
             spot.owned.grad.copy_(piece)
         if not spot.stays:
             with self.meter.waiting():
                 self._put_away(spot)
+        elif spot.packet is not None:
+            piece.untyped_storage().resize_(0)
+
+    def _round(self, spot: PieceSpot) -> None:
+        """Make a piece what is stored of it."""
+        if spot.packet is None:
+            return
+        spot.num_rounded += 1
+        seed = derive_seed(named_seed(0, f"master/{spot.owned.slot.name}"), spot.num_rounded)
+        self._coding.encode(spot.owned.master, spot.packet, seed=seed, counter=spot.owned.held.offset)
+        self._coding.decode(spot.packet, spot.owned.master)
 
     def stay(self, num_bytes: int) -> None:
         """Let pieces stay in memory, each from its next use on, as many as fit into so many bytes."""
         for spot in self.spots.values():
-            if spot.num_bytes <= num_bytes and not spot.stays:
+            if spot.held_bytes <= num_bytes and not spot.stays:
                 spot.stays = True
-                num_bytes -= spot.num_bytes
+                num_bytes -= spot.held_bytes
 
     def step(self, used: Collection[str]) -> Iterator[Any]:
         """See States."""
@@ -170,6 +210,7 @@ class PiecesOnDisk:
             if low < high:
                 with self.bring(spot.owned.master):
                     spot.owned.master[low - own.start : high - own.start] = values[low - first : high - first]
+                    self._round(spot)
 
     def sent(self, bucket: FlatBucket) -> None:
         """See Away. Unless all is stepped at once, the memory stays for the next gradients."""
@@ -184,7 +225,8 @@ class PiecesOnDisk:
         for piece, spot in self.spots.items():
             self._write(spot)
             mapped = {tensor: self._mapped(tensor, place) for tensor, place, _ in spot.stored}
-            seen[piece], state = mapped[piece], self.inner.state.get(piece, {})
+            self._write_plain(spot)
+            seen[piece], state = self._mapped(piece, spot.place), self.inner.state.get(piece, {})
             if state:
                 shadow.state[seen[piece]] = {
                     kind: mapped.get(value, value) if isinstance(value, Tensor) else value
@@ -214,6 +256,7 @@ class PiecesOnDisk:
                 pieces: dict[str, Piece] = {f"{WEIGHTS}/{name}": mine.piece()}
                 state = state_for(source, kinds, name, mine, pieces, records=records_of(self.inner, mine))
                 source.read(pieces)
+                self._round(spot)
                 if state:
                     self.inner.state[piece] = state
                 fresh += not state and is_lost(source, kinds, name)
@@ -225,21 +268,24 @@ class PiecesOnDisk:
         self.file.close()
 
     def _tensors(self, spot: PieceSpot) -> Sequence[Tensor]:
-        """The master, and the state's tensors."""
+        """The master, or what it is stored as, and the state's tensors."""
         state = self.inner.state.get(spot.owned.master, {})
-        return [spot.owned.master, *(value for value in state.values() if isinstance(value, Tensor) and value.dim())]
+        stored = spot.owned.master if spot.packet is None else spot.packet
+        return [stored, *(value for value in state.values() if isinstance(value, Tensor) and value.dim())]
 
     def _bring(self, spot: PieceSpot) -> None:
-        if spot.is_here:
-            return
-        for tensor, place, sums in spot.stored:
+        for tensor, place, sums in () if spot.is_here else spot.stored:
             tensor.untyped_storage().resize_(tensor.nbytes)
             self._passage.read(place, tensor, sums, f"{spot.owned.slot.name!r} is")
         spot.is_here = True
+        master = spot.owned.master
+        if spot.packet is not None and not master.untyped_storage().nbytes():
+            master.untyped_storage().resize_(master.nbytes)
+            self._coding.decode(spot.packet, master)
 
     def _put_away(self, spot: PieceSpot) -> None:
         self._write(spot)
-        for tensor in self._tensors(spot):
+        for tensor in (spot.owned.master, *self._tensors(spot)):
             tensor.untyped_storage().resize_(0)
         spot.is_here = False
 
@@ -249,11 +295,20 @@ class PiecesOnDisk:
             return
         before = {(tensor, place): sums for tensor, place, sums in spot.stored}
         at, spot.stored = spot.place, []
+        if spot.packet is not None:
+            # The fp32 numbers of a checkpoint lie in front.
+            at += aligned(spot.owned.master.nbytes)
         for tensor in self._tensors(spot):
             sums = self._passage.write(at, tensor, before.get((tensor, at), []))
             spot.stored.append((tensor, at, sums))
             at += aligned(tensor.nbytes)
         assert at <= spot.place + spot.num_bytes
+
+    def _write_plain(self, spot: PieceSpot) -> None:
+        """Write the fp32 numbers of a piece that is stored in a codec, for a checkpoint."""
+        if spot.packet is not None:
+            with self.bring(spot.owned.master):
+                self._passage.write(spot.place, spot.owned.master)
 
     def _mapped(self, tensor: Tensor, place: int) -> Tensor:
         """A stored tensor as a view of the file."""

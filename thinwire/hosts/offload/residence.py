@@ -236,7 +236,9 @@ class Residence:
             ))  # fmt: skip
         if self._pieces is not None:
             where = f"{self._pieces.num_bytes / 1e6:.3f} MB on this rank's disk, {options.folder}"
-            rows.append(("masters and optimizer state", where, why or "one piece of a tensor is in memory at a time"))
+            coded = f"masters in {options.masters}; " if options.codes_masters else ""
+            why = why or "one piece of a tensor is in memory at a time"
+            rows.append(("masters and optimizer state", where, f"{coded}{why}"))
         if self.journal is not None:
             rows.append(self.journal.row)
         if self.gradients is not None:

@@ -19,7 +19,7 @@ from thinwire.hosts.sharded.weights import Weights
 from thinwire.methods.memory import Residency
 from thinwire.state.elementwise import elementwise_kinds, is_elementwise, state_kinds
 from thinwire.state.portable import OPTIMIZER, Held, add_betas, report_optimizer, rescale, state_for
-from thinwire.tiers import PLAIN, Pace, Shelf, TierMeter
+from thinwire.tiers import Pace, Shelf, TierMeter
 
 MASTER = "master"
 # Name of the optimizer's numbers by parameter, in a rank's own state.
@@ -86,7 +86,7 @@ class StatesOnDisk:
         grouped = slots_of(inner, list(self._starts))
         self._like: dict[str, Any] = state_kinds(inner, [next(slots[0] for slots in grouped if slots).param])[0]
         states = (kind for kind, like in self._like.items() if isinstance(like, Tensor) and like.dim())
-        kinds = {MASTER: PLAIN} | {kind: residency.coding(kind) for kind in states}
+        kinds = {MASTER: residency.master_coding} | {kind: residency.coding(kind) for kind in states}
         size = residency.sub_group_numel(len(kinds))
         folder = residency.folder if journal is None else journal.folder
         self.shelf = Shelf(folder, kinds, numel, size, meter, pace, is_durable=journal is not None)
@@ -168,10 +168,12 @@ class StatesOnDisk:
                 for bucket, _, _ in self._buckets_in(start, end):
                     self.gradients.bring(bucket)
             self._step_parts(record, tensors, start, used)
+            # What is sent is what the next step begins with.
+            self.shelf.settle(record, MASTER)
             for bucket, low, high in self._buckets_in(start, end):
                 first = self._starts[bucket]
                 bucket.shard_grad[low - first : high - first] = tensors[MASTER][low - start : high - start]
-            self.shelf.put(record)
+            self.shelf.put(record, ())
             while unit is not None and self._end(unit) <= end:
                 yield unit
                 unit = next(coming, None)

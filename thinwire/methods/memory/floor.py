@@ -11,8 +11,6 @@ from thinwire.errors import ConfigError
 from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, PASSING_SHARE, Residency
 from thinwire.methods.memory.setup import NUM_STATES, Setup
 
-# Torch, gloo, compiled kernels and the stacks of threads, before there is a model.
-PROCESS_BYTES = 480_000_000
 # Temporary tensors of kernels, and what the allocator can't give back.
 KERNEL_BYTES = 64_000_000
 # Sub-groups that are in memory at a time.
@@ -50,11 +48,12 @@ class Floor:
     def of(cls, residency: Residency, setup: Setup) -> Floor:
         """The least memory of a rank."""
         plan, states, kept = setup.plan, setup.states, setup.kept
-        parts = {"process": PROCESS_BYTES, "kernels": KERNEL_BYTES} | plan.memory | {"optimizer": states.whole}
+        parts = {"process": setup.process.data, "kernels": KERNEL_BYTES} | plan.memory | {"optimizer": states.whole}
         parts |= setup.outer
         disk = passing = 0
         if residency.optimizer != "memory" and states.disk:
-            disk, parts["optimizer"] = states.disk, states.piece
+            disk = states.disk + residency.coded_bytes(states.masters)
+            parts["optimizer"] = states.piece + residency.coded_bytes(min(states.piece, states.masters))
         elif residency.optimizer != "memory":
             passing = NUM_PASSING * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES)
             disk, parts["optimizer"] = residency.disk_bytes(states.whole), min(passing, states.whole)
@@ -87,7 +86,7 @@ class Floor:
             parts["activations"] = kept.get(residency.way, kept["keep"])
         found = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
         # A bucket is filled beside the model that it is taken from.
-        start = PROCESS_BYTES + setup.model_bytes + largest if setup.is_built_whole else 0
+        start = setup.process.data + setup.model_bytes + largest if setup.is_built_whole else 0
         return cls(found, disk, kept is not None, 0 if residency.sub_group else passing, start)
 
     @property
@@ -109,12 +108,13 @@ class Floor:
         """Raise ConfigError, listing all parts, for a budget below it. spelled: how a budget is stated."""
         if memory_bytes is None or memory_bytes >= self.num_bytes:
             return
+        process = self.parts["process"]
         listed = ", ".join(f"{name} {num_bytes / 1e6:.0f} MB" for name, num_bytes in self.parts.items())
         if self.start == self.num_bytes:
-            model_mb = (self.start - PROCESS_BYTES) / 1e6
-            listed = f"the model is built whole at first, {model_mb:.0f} MB; process {PROCESS_BYTES / 1e6:.0f} MB"
+            model_mb = (self.start - process) / 1e6
+            listed = f"the model is built whole at first, {model_mb:.0f} MB; process {process / 1e6:.0f} MB"
         least = math.ceil(self.least_bytes() / 1e6)
-        ranks = ", or more ranks" if self.num_bytes > max(self.start, 2 * PROCESS_BYTES) else ""
+        ranks = ", or more ranks" if self.num_bytes > max(self.start, 2 * process) else ""
         raise ConfigError(
             f"{'--' if '--' in spelled else ''}memory of {memory_bytes / 1e6:.0f} MB is below the floor of "
             f"{self.num_bytes / 1e6:.0f} MB: {listed}{'' if self.is_whole else ', before activations'}; nearest: "

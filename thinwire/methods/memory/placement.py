@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from thinwire.layout.buckets import Unit
@@ -65,6 +65,14 @@ def placed(residency: Residency, setup: Setup) -> Iterator[MemoryPart]:
         yield _states_on_disk(residency, setup, floor, left)
 
 
+def in_use(parts: Iterable[MemoryPart], setup: Setup) -> int:
+    """Bytes of the parts that a worker touches, its anonymous memory.
+
+    A budget counts what it reserves too, such as stacks of threads.
+    """
+    return sum(part.memory for part in parts) - setup.process.data + setup.process.anonymous
+
+
 def _weights_on_disk(residency: Residency, setup: Setup, left: int) -> tuple[MemoryPart, int]:
     """Weights, and the bytes that are left when those stay that fit into `left`."""
     large = [unit for unit in setup.units if unit.numel >= SMALL_NUMEL]
@@ -87,11 +95,13 @@ def _states_on_disk(residency: Residency, setup: Setup, floor: Floor, left: int)
     states, name = setup.states, "masters and optimizer state"
     in_passing = floor.parts.get("optimizer", 0)
     if states.disk:
-        staying = min(states.whole, left) if residency.optimizer == "auto" else 0
+        coded = residency.coded_bytes(states.masters)
+        whole = states.whole - states.masters + coded if residency.codes_masters else states.whole
+        staying = min(whole, left) if residency.optimizer == "auto" else 0
         # Updated masters are sent from the disk if gradients did not wait for them in memory.
         reads = states.num_reads + (residency.gradients == AT_ONCE)
-        held, moved = min(in_passing + staying, states.whole), states.whole - staying
-        return MemoryPart(name, held, states.disk, reads * moved, moved)
+        held, moved = min(in_passing + staying, states.whole), whole - staying
+        return MemoryPart(name, held, states.disk + coded, reads * moved, moved)
     whole = int(residency.state_share * states.whole)
     staying = min(whole, left) if residency.optimizer == "auto" else 0
     written = whole + states.whole // NUM_STATES if residency.durable else whole - staying

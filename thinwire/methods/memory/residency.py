@@ -29,8 +29,8 @@ SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
 LEAST_SUB_GROUP = 1024
 
 
-def keeps_moments(codec: Codec) -> bool:
-    """Whether moments can lie on a disk in a codec.
+def keeps_numbers(codec: Codec) -> bool:
+    """Whether masters and moments can lie on a disk in a codec.
 
     A step changes them by less than it rounds, so that rounding must be unbiased; second moments divide, so that none
     may become zero, which `Coding` prevents where integers have a level between; groups end where sub-groups end.
@@ -41,12 +41,14 @@ def keeps_moments(codec: Codec) -> bool:
     return codec.traits.unbiased and codec.levels > 1 and LEAST_SUB_GROUP % codec.group == 0
 
 
-MOMENTS = CodecRule(
-    keeps_moments,
-    f"moments must be fp32, bf16, or integers of 3 bits or more, rounded at random, in groups that divide "
-    f"{LEAST_SUB_GROUP}",
-    nearest="int8/64",
-)
+def rule_of(what: str) -> CodecRule:
+    """The rule for a codec of masters, or of moments."""
+    return CodecRule(
+        keeps_numbers,
+        f"{what} must be fp32, bf16, or integers of 3 bits or more, rounded at random, in groups that divide "
+        f"{LEAST_SUB_GROUP}",
+        nearest="int8/64",
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,10 @@ class Residency:
     """Where masters and the optimizer's state lie: memory, disk, or auto: on disk but for what fits in the budget."""
     states: str = FP32
     """Codec of the optimizer's moments on the disk: fp32; bf16, rounded at random; or integers rounded at random, such
-    as int8/64, of second moments their square roots. Masters stay fp32."""
+    as int8/64, of second moments their square roots."""
+    masters: str = FP32
+    """Codec of the masters, on the disk and where they stay in memory: fp32; bf16 or integers, such as int8/128. Each
+    step rounds them at random, so that its update is right in the mean. Weights then take these values, too."""
     activations: str = "auto"
     """What a forward keeps for its backward: keep: everything; recompute: only each layer's input, and the rest is
     computed again; recompute:disk: the same, and the inputs lie on the disk; offload: everything, on the disk;
@@ -124,12 +129,13 @@ class Residency:
                 f"--residency.slices {self.slices}: with activations {self.activations} a layer keeps those of all "
                 "slices; nearest: --residency.activations recompute"
             )
-        codec = problems.note(codec_of, self, "states", MOMENTS)
-        if codec is not None and not codec.traits.lossless and self.optimizer == "memory":
-            problems.messages.append(
-                f"--residency.states {self.states}: moments on a disk, and --residency.optimizer is memory; nearest: "
-                "--residency.optimizer disk, or --residency.states fp32"
-            )
+        for name, what in (("states", "moments"), ("masters", "masters")):
+            codec = problems.note(codec_of, self, name, rule_of(what))
+            if codec is not None and not codec.traits.lossless and self.optimizer == "memory":
+                problems.messages.append(
+                    f"--residency.{name} {getattr(self, name)}: {what} on a disk, and --residency.optimizer is memory; "
+                    f"nearest: --residency.optimizer disk, or --residency.{name} fp32"
+                )
         if self.durable is True and self.optimizer == "memory":
             problems.messages.append(
                 "--residency.durable: keeps what lies on a disk, and --residency.optimizer is memory; nearest: "
@@ -198,32 +204,59 @@ class Residency:
     @property
     def codec(self) -> Codec:
         """That of moments on the disk."""
-        return codec_of(self, "states", MOMENTS)
+        return codec_of(self, "states", rule_of("moments"))
+
+    @property
+    def master_codec(self) -> Codec:
+        """That of masters."""
+        return codec_of(self, "masters", rule_of("masters"))
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """The codecs whose kernels are compiled before the workers start."""
-        return (self.codec,)
+        return self.codec, self.master_codec
 
     def coding(self, kind: str) -> Coding:
         """How a kind of the optimizer's state lies on the disk."""
         return Coding(self.codec, of_roots=kind in SQUARES and isinstance(self.codec, Integer))
 
     @property
+    def master_coding(self) -> Coding:
+        """How masters lie on the disk."""
+        return Coding(self.master_codec)
+
+    @property
+    def codes_masters(self) -> bool:
+        """Whether masters are stored as something else than fp32."""
+        return not self.master_codec.traits.lossless
+
+    @property
+    def master_share(self) -> float:
+        """What masters take on the disk, of what they take as fp32."""
+        return self.master_codec.bits_per_element / (8 * FP32_BYTES)
+
+    @property
     def state_share(self) -> float:
         """What masters and two moments take on the disk, of what they take as fp32."""
-        return (1 + 2 * self.codec.bits_per_element / (8 * FP32_BYTES)) / 3
+        return (self.master_share + 2 * self.codec.bits_per_element / (8 * FP32_BYTES)) / 3
 
     def disk_bytes(self, state_bytes: int) -> int:
         """Bytes on the disk for masters and two moments of `state_bytes` bytes in fp32.
 
-        Moments that are stored as integers have a second place on the disk, where they are fp32 for a checkpoint. A
-        durable step has two slots of all, and of the weights that belong to the masters.
+        What is not stored as fp32 has a second place on the disk, where it is fp32 for a checkpoint. A durable step has
+        two slots of all, and of the weights that belong to the masters.
         """
         slots = 2 if self.durable else 1
         weights = slots * state_bytes // 3 if self.durable else 0
-        plain = 0 if self.codec.traits.lossless else state_bytes * 2 // 3
-        return slots * int(self.state_share * state_bytes) + plain + weights
+        coded = 2 * (not self.codec.traits.lossless) + self.codes_masters
+        return slots * int(self.state_share * state_bytes) + coded * state_bytes // 3 + weights
+
+    def coded_bytes(self, master_bytes: int) -> int:
+        """What masters of so many bytes in fp32 are stored as, in bytes; 0: they are stored as they are.
+
+        Pieces of tensors have it beside a place for the fp32 numbers of a checkpoint.
+        """
+        return int(self.master_share * master_bytes) if self.codes_masters else 0
 
     def sub_group_numel(self, num_kinds: int) -> int:
         """Elements of a sub-group with `num_kinds` fp32 numbers each; three sub-groups are in memory at a time."""

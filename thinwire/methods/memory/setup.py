@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from thinwire.calibration.process import USUAL, ProcessMemory
 from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
 from thinwire.methods.interface import Cuts, MethodPlan
@@ -36,6 +37,7 @@ class StateBytes(NamedTuple):
         whole: all of it.
         disk: all of it on a disk, in pieces of tensors; 0: it lies there in sub-groups.
         piece: the largest piece of a tensor, with its state.
+        masters: those of pieces of tensors, in fp32.
         sums: what waits between the parts of an update. at_once: the same, if one matrix is stepped at a time.
         num_reads: how often a step reads all of it from a disk.
     """
@@ -43,6 +45,7 @@ class StateBytes(NamedTuple):
     whole: int
     disk: int = 0
     piece: int = 0
+    masters: int = 0
     sums: int = 0
     at_once: int = 0
     num_reads: int = 1
@@ -73,7 +76,8 @@ class Across:
             ]
             sums.append(FP32_BYTES * max(each, default=0) * (WITH_MESSAGES if world_size > 1 else 1))
         reads = self.optimizer.num_rounds + (not self.optimizer.starts_bare)
-        return StateBytes(sum(sizes), disk, max(sizes), sum(sums), max(sums), reads)
+        masters = FP32_BYTES * sum(spans[rank][1] - spans[rank][0] for _, spans in cuts.values())
+        return StateBytes(sum(sizes), disk, max(sizes), masters, sum(sums), max(sums), reads)
 
 
 def numbers_of(optimizer: SummingOptimizer, numel: int, part: Part | None) -> int:
@@ -98,6 +102,7 @@ class Setup:
         at_once: buckets may be stepped as gradients arrive; they are where the budget asks for it.
         outer: bytes of what islands exchange and an island's first rank keeps in memory, by name.
         is_built_whole: every rank has the whole model in memory before its weights go where they lie.
+        process: what a worker takes before it has a model.
     """
 
     method: ShardedMethod
@@ -109,6 +114,7 @@ class Setup:
     at_once: bool = False
     outer: Mapping[str, int] = field(default_factory=dict)
     is_built_whole: bool = False
+    process: ProcessMemory = USUAL
 
     @cached_property
     def plan(self) -> MethodPlan:

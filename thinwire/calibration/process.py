@@ -1,0 +1,82 @@
+"""The memory of a worker before it has a model, measured once by a worker that trains next to nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from thinwire.data.cache import default_cache_dir
+
+STATUS = Path("/proc/self/status")
+# The module that measures, and the seconds after which it is given up.
+MEASURES, MOST_S = "thinwire.launch.base", 300
+# Of the file; what is measured differs by less than a unit.
+FORMAT, UNIT_BYTES = 1, 1_000_000
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Bytes of a process.
+
+    Attributes:
+        data: what counts against a limit of data (RLIMIT_DATA): private memory, used or not.
+        anonymous: what is in use of it.
+        resident: that, and pages of files.
+    """
+
+    data: int
+    anonymous: int
+    resident: int
+
+    @classmethod
+    def now(cls) -> ProcessMemory:
+        """Of this process. Raises OSError where the system does not say."""
+        told = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+        sizes = (1024 * int(told[name].split()[0]) for name in ("VmData", "RssAnon", "VmRSS"))
+        return cls(*(-(-size // UNIT_BYTES) * UNIT_BYTES for size in sizes))
+
+
+# More than was measured with torch 2.13 on Linux, for where nothing can be measured.
+USUAL = ProcessMemory(480_000_000, 350_000_000, 400_000_000)
+
+
+@cache
+def process_memory() -> ProcessMemory:
+    """What a worker of this machine takes with these versions. Measured the first time, in seconds, and then known.
+
+    Where it can't be measured, the usual is kept as known, or every process of a run would try.
+    """
+    identity = [FORMAT, *(version(name) for name in ("torch", "numpy", "numba")), sys.version, sys.prefix]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    path = default_cache_dir() / f"process-{key}.json"
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                measure(path)
+            except subprocess.SubprocessError:
+                write(path, USUAL)
+        return ProcessMemory(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return USUAL
+
+
+def measure(path: Path) -> None:
+    """Let a worker write what it takes. Raises OSError, or SubprocessError where it fails."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    command = [sys.executable, "-m", MEASURES, str(path)]
+    subprocess.run(command, env=env, check=True, timeout=MOST_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def write(path: Path, found: ProcessMemory) -> None:
+    """Write what was found; other processes see a whole file or none."""
+    made = path.with_suffix(f".{os.getpid()}.tmp")
+    made.write_text(json.dumps(asdict(found)))
+    made.replace(path)

@@ -46,6 +46,7 @@ def calibrate(
     codecs: Iterable[str] = CODECS,
     device: Device | None = None,
     folder: str | Path | None = None,
+    longest_s: float = math.inf,
     say: Callable[[str], None] = lambda line: None,
 ) -> Machine:
     """Measure the ranks of a communicator and the links between them. A collective; all ranks get the same result.
@@ -58,6 +59,8 @@ def calibrate(
         dtypes: compute types, "fp32" or "bf16".
         codecs: the codecs to time, as text.
         folder: a folder on the disk whose speed is measured; None: no disk is measured.
+        longest_s: seconds after which a kind of work is not timed again, once it was timed a few times; by default all
+            are timed equally often.
         say: called with a line of progress, and with a warning if other programs keep the cores busy.
 
     Raises PeerLostError if a rank is missing.
@@ -75,7 +78,7 @@ def calibrate(
     say("measuring computing and packing ...")
     found = probes(layers, dtypes, codecs, device)
     is_first = hosts.index(hosts[comm.rank]) == comm.rank
-    alone, counts, busy = _alone(comm, found, is_first)
+    alone, counts, busy = _alone(comm, found, is_first, longest_s)
     if device.kind == "cpu" and busy < LEAST_BUSY:
         say(
             f"warning: a rank that should compute without a pause got a core for {busy:.0%} of the time. Other "
@@ -155,7 +158,9 @@ def _places(comm: Communicator) -> tuple[tuple[int, ...], tuple[str, ...], tuple
     return hosts, names, cores, marks.count(mark)
 
 
-def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[Tensor, list[int], float]:
+def _alone(
+    comm: Communicator, found: Sequence[Probe], is_first: bool, longest_s: float
+) -> tuple[Tensor, list[int], float]:
     """Seconds of each probe on the first rank of each machine, fp64 [world_size, probes]; zeros for the other ranks.
 
     Also the number of repeats of each, the fewest of any machine, and the smallest share of that time in which such a
@@ -163,7 +168,7 @@ def _alone(comm: Communicator, found: Sequence[Probe], is_first: bool) -> tuple[
     """
     comm.barrier()
     start, start_cpu_s = time.perf_counter(), time.process_time()
-    runs = [repeated(probe.run) for probe in found] if is_first else []
+    runs = [repeated(probe.run, longest_s) for probe in found] if is_first else []
     busy = (time.process_time() - start_cpu_s) / (time.perf_counter() - start) if is_first else 1.0
     own = [median(each) for each in runs] or [0.0] * len(found)
     counts = _gathered(comm, [len(each) for each in runs] or [math.inf] * len(found)).amin(0)

@@ -149,13 +149,14 @@ def test_under_a_limit_the_fastest_of_those_that_fit_is_found() -> None:
 
     def within(memory_bytes: float | None) -> TrainingPlan:
         return plan(
-            "tiny", machine(FAST / 10), tokens_per_step=2048, micro_batch=8, strategies=("zero",), axes=(),
+            "tiny", machine(10 * FAST), tokens_per_step=2048, micro_batch=8, strategies=("zero",), axes=(),
             tables=tables, memory_bytes=memory_bytes,
         )  # fmt: skip
 
     prices = priced_of(within(None), candidates(4, 4, 8, ("zero",), {}, 8))
-    limits = sorted(each.memory_bytes for each in prices)
-    for limit in (limits[0], limits[len(limits) // 20], limits[len(limits) // 4]):
+    limits = sorted({each.memory_bytes for each in prices})
+    for tenths in (0, 3, 4):
+        limit = limits[tenths * max(1, len(limits) // 10)]
         best = min(each.step_s for each in prices if each.memory_bytes <= limit)
         found = within(limit).best
         assert found.memory_bytes <= limit and found.step_s <= 1.05 * best
@@ -173,6 +174,20 @@ def test_noise_of_equal_links_makes_no_order() -> None:
     assert planned(noisy, stages=4, axes=()).best.order == (0, 1, 2, 3)
     bad = planned(machine(FAST, bad=(0, 1)), stages=4, axes=()).best.order
     assert bad != (0, 1, 2, 3)
+
+
+def test_where_delays_differ_each_size_of_micro_batches_has_its_order() -> None:
+    """Each trip through the stages pays for the delays, and more micro-batches make more trips."""
+    made, tables = machine(FAST), {"llama": {"num_hidden_layers": 4}}
+    found = small(made, strategies=("zero",), stages=4, axes=(), tables=tables)
+    way = replace(found.best.candidate, micro_batch=1, num_micro_batches=8)
+    delays = tuple(tuple(0.05 if {a, b} == {0, 1} else 1e-3 for b in range(4)) for a in range(4))
+    far = replace(found.pricing, machine=replace(made, network=replace(made.network, delays_s=delays)), orders={})
+    for pricing, num in ((replace(found.pricing, orders={}), 1), (far, 2)):
+        for size in (1, 2):
+            order = best_nodes(pricing, replace(way, micro_batch=size, num_micro_batches=8 // size))
+        assert len(pricing.orders) == num
+    assert {0, 1} not in [set(pair) for pair in itertools.pairwise(order)]
 
 
 def racks(inside: float, across: float) -> Machine:

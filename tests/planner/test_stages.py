@@ -250,7 +250,7 @@ def test_candidates_are_the_ways_that_exist() -> None:
         assert each.pipeline.plan == "1f1b"
         assert each.num_ranks == 8 and not each.not_yet
     # Those that the house can't train yet are listed, and say so; the rule is the mesh's own.
-    axes = AxisSizes(tensors=(1, 2), sequences=(1, 2), islands=(2,))
+    axes = AxisSizes(tensors=(1, 2), sequences=(1, 2), islands=(2,), local_size=2)
     found = list(candidates(4, 4, 8, ["zero"], {"plan": "1f1b"}, 1, axes, ["diloco"]))
     assert len(set(found)) == len(found)
     for each in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,12 @@ from thinwire.compare.verify import ROUNDS, STEPS, contestant, shared_of, with_e
 from thinwire.cost import Cores, Machine, Network
 from thinwire.errors import ConfigError
 from thinwire.lab import LabSpec
-from thinwire.planner import plan as module
+from thinwire.planner import selection as module
 from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig
 from thinwire.planner.search import Priced
 from thinwire.planner.training_plan import TrainingPlan
+from thinwire.planner.written import training
 from thinwire.run.config import TrainConfig
 
 
@@ -52,6 +54,19 @@ def test_a_way_races_with_nothing_of_the_best_way(found: TrainingPlan) -> None:
     first, second = configs(found, replace(plain, candidate=islands), plain)
     assert (first.strategy, first.inner, first.local_size) == ("diloco", "ddp", 1)
     assert (second.strategy, second.inner, second.local_size) == ("ddp", None, 2)
+
+
+def test_a_way_with_a_setting_races_and_is_written_with_it(found: TrainingPlan) -> None:
+    way = replace(
+        found.best, candidate=replace(found.best.candidate, strategy="powersgd[rank=8]", tensor=1, sequence=1)
+    )
+    islands = replace(way, candidate=replace(way.candidate, strategy="ddp", outer="diloco[sync_every=50]", islands=4))
+    for each, name, table in ((way, "powersgd", {"rank": 8}), (islands, "diloco", {"sync_every": 50})):
+        (raced,) = configs(found, each)
+        config = PlanConfig(model="tiny", seq_len=64, micro_batch=2, tables={name: {"codec": "bf16"}})
+        plan = training(config, replace(found, search=replace(found.search, fastest=(each,))), Path("plan.json"))
+        assert raced.strategy == plan.strategy == name and raced.tables[name] == table
+        assert plan.tables[name] == {"codec": "bf16", **table}
 
 
 def test_a_race_times_whole_periods_of_islands(found: TrainingPlan) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from thinwire.compare.tune import run_tune
 from thinwire.compare.verify import run_plan
 from thinwire.cost import Cores
 from thinwire.errors import ConfigError
-from thinwire.planner import plan as module
+from thinwire.planner import selection as module
 from thinwire.planner.plan import plan
 from thinwire.report.page import plan_table
 from thinwire.report.run import RunFiles
@@ -31,7 +30,7 @@ def test_a_plan_for_gpus_counts_no_cores_and_the_memory_of_their_tensors(
     gpus = replace(made, device=GPU, memory_bytes=8e10)
     found = plan("tiny", gpus, tokens_per_step=1024, seq_len=64, micro_batch=4, strategies=("zero",), stages=1)
     grid = found.pricing.placed((0, 1, 2, 3))
-    assert grid.busy == 1.0 and grid.cores(2).num == (math.inf,)
+    assert grid.busy == 1.0
     assert replace(found.pricing, machine=made).placed((0, 1, 2, 3)).busy > 16
     told = json.loads(found.to_json())["predicted"]
     assert told["peak_allocated_bytes"] == found.best.memory_bytes and "peak_rss_bytes" not in told

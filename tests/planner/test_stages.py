@@ -69,6 +69,31 @@ def test_activations_are_those_that_torch_keeps() -> None:
     assert long.operations == 2 * 2048 * (matrices + 2 * 2048 * config.hidden_size)
 
 
+def test_activations_in_bf16_are_those_that_torch_keeps_and_copies_of_weights_do_not_grow() -> None:
+    config, found = PRESETS["tiny"], []
+    model = Llama(config)
+    for batch in (1, 2):
+        tokens, kept = torch.zeros(batch, 64, dtype=torch.int64), dict[int, torch.Tensor]()
+        own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), tokens)}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = model(tokens, tokens)
+        assert loss.requires_grad
+        found.append(sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own))
+    counted = [forward_of(config, batch, 64, dtype="bf16") for batch in (1, 2)]
+    assert [each.kept(1) for each in counted] == found and counted[0].copied_bytes == counted[1].copied_bytes
+    matrices = sum(param.numel() for name, param in model.named_parameters() if name.endswith("proj.weight"))
+    assert counted[0].copied_bytes == 2 * (matrices + model.lm_head.weight.numel())
+    layer, ends = layer_and_ends(config, 64, dtype="bf16")
+    assert config.num_hidden_layers * layer.kept(2) + ends.kept(2) == pytest.approx(found[1], rel=0.01)
+    assert layer.operations == layer_and_ends(config, 64)[0].operations
+    assert layer.kept_bytes < 0.85 * layer_and_ends(config, 64)[0].kept_bytes
+
+
 def test_every_strategy_counts_the_activations_of_a_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--model", "tiny", "--seq-len", "64", "--micro-batch", "2", "--strategy", "zero,ddp"]
     found = explain(read_explain(asked, Problems()), Problems())
@@ -235,7 +260,7 @@ def test_candidates_are_the_ways_that_exist() -> None:
         assert each.pipeline.plan == "1f1b"
         assert each.num_ranks == 8 and not each.not_yet
     # Those that the house can't train yet are listed, and say so; the rule is the mesh's own.
-    axes = AxisSizes(tensors=(1, 2), sequences=(1, 2), islands=(2,))
+    axes = AxisSizes(tensors=(1, 2), sequences=(1, 2), islands=(2,), local_size=2)
     found = list(candidates(4, 4, 8, ["zero"], {"plan": "1f1b"}, 1, axes, ["diloco"]))
     assert len(set(found)) == len(found)
     for each in found:

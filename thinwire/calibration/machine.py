@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.calibration.links import probed, shared_rates
-from thinwire.calibration.work import LONGEST_S, NUM_LEAST, Probe, probes, repeated
+from thinwire.calibration.work import NUM_LEAST, Probe, probes, repeated
 from thinwire.collectives import Communicator
 from thinwire.cost import Cores, Machine
 from thinwire.cost.graph import CARRY, ROUND
@@ -46,7 +46,7 @@ def calibrate(
     codecs: Iterable[str] = CODECS,
     device: Device | None = None,
     folder: str | Path | None = None,
-    longest_s: float = LONGEST_S,
+    longest_s: float = math.inf,
     say: Callable[[str], None] = lambda line: None,
 ) -> Machine:
     """Measure the ranks of a communicator and the links between them. A collective; all ranks get the same result.
@@ -59,7 +59,8 @@ def calibrate(
         dtypes: compute types, "fp32" or "bf16".
         codecs: the codecs to time, as text.
         folder: a folder on the disk whose speed is measured; None: no disk is measured.
-        longest_s: seconds of a probe's repeats, after which fewer than 20 count, but at least three.
+        longest_s: seconds after which a kind of work is not timed again, once it was timed a few times; by default all
+            are timed equally often.
         say: called with a line of progress, and with a warning if other programs keep the cores busy.
 
     Raises PeerLostError if a rank is missing.

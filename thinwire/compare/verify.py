@@ -146,6 +146,7 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     from thinwire.compare.contestants import Contestant
     from thinwire.methods.pipeline.across import STAGES
     from thinwire.options import EXPERTS, PIPELINE
+    from thinwire.planner.settings import name_of, table_of
 
     candidate = way.candidate
     options: dict[str, Any] = {"micro_batch": candidate.micro_batch}
@@ -162,14 +163,16 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
         options[f"{EXPERTS}.parallel"] = candidate.experts
     if candidate.outer:
         options |= {"inner": candidate.strategy, "local_size": candidate.num_ranks // candidate.islands}
+    strategy = candidate.outer or candidate.strategy
+    for own in table_of(strategy).values():
+        options |= own
     if candidate.stages > 1:
         options["stages"] = candidate.stages
         options |= {f"{PIPELINE}.{name}": value for name, value in candidate.options.items()}
         # As it was planned; the ranks need not choose.
         options[f"{PIPELINE}.across"] = STAGES
     stages = f"-{candidate.stages}-stages" if candidate.stages > 1 else ""
-    strategy = candidate.outer or candidate.strategy
-    return Contestant(f"{number}-{strategy}{stages}", strategy, options)
+    return Contestant(f"{number}-{name_of(strategy)}{stages}", name_of(strategy), options)
 
 
 def show(contestants: Sequence[Contestant], ways: Sequence[Priced], result: Result) -> None:

@@ -8,35 +8,34 @@ from collections.abc import Sequence
 from thinwire.cost.network import Network
 
 
-def pipette_s(
-    num_stages: int, num_micro_batches: int, compute_s: float, trip_s: float, exchange_s: float = 0.0
-) -> float:
-    """Seconds of a 1F1B step: (m/p) (T_pp + p C) + (p - 1) C + T_dp; for m < p: T_pp + p C + (m - 1) C + T_dp.
+def pipette_s(compute_s: Sequence[float], num_micro_batches: int, trip_s: float, exchange_s: float = 0.0) -> float:
+    """Seconds of a 1F1B step: T_pp + sum C_i + (p - 1) C + (m - p)/p max(p C, T_pp + sum C_i) + T_dp.
 
-    Each group of p micro-batches makes a trip through all stages and back, which 1F1B does not hide. m/p is not rounded
-    down, as it is in the released code, which leaves the last group out. For equal stages the simulated step is longer
-    by 2 (p - 2) messages, which this form ignores.
+    The first p micro-batches make a trip through all stages and back, and so does each further group of p, which 1F1B
+    does not hide; a stage that is slow enough hides it. C is the largest C_i. For equal stages this is the published
+    (m/p) (T_pp + p C) + (p - 1) C + T_dp, with m/p not rounded down, as it is in the released code, which leaves the
+    last group out; the simulated step is longer by 2 (p - 2) messages, which the form ignores. For m < p it is
+    T_pp + sum C_i + (m - 1) C + T_dp.
 
     Args:
-        compute_s: C, forward and backward of one micro-batch on the slowest stage.
+        compute_s: C_i, forward and backward of one micro-batch on each of the p stages.
+        num_micro_batches: m.
         trip_s: T_pp, of all messages of a micro-batch, there and back; see `trip_s`.
         exchange_s: T_dp, of the replicas' messages.
 
-    Source: "Pipette" (DATE 2024), section IV.
+    Source: "Pipette" (DATE 2024), section IV; unequal stages are ours.
     """
-    p, m = num_stages, num_micro_batches
-    if m < p:
-        return trip_s + p * compute_s + (m - 1) * compute_s + exchange_s
-    return m / p * (trip_s + p * compute_s) + (p - 1) * compute_s + exchange_s
+    p, m, slowest_s, whole_s = len(compute_s), num_micro_batches, max(compute_s), sum(compute_s)
+    first_s = trip_s + whole_s + (min(m, p) - 1) * slowest_s
+    return first_s + max(0, m - p) / p * max(p * slowest_s, trip_s + whole_s) + exchange_s
 
 
-def amp_s(num_stages: int, num_micro_batches: int, compute_s: float, trip_s: float, exchange_s: float = 0.0) -> float:
-    """Seconds of a 1F1B step by the older form (m - 1) C + T_pp + p C + T_dp, which counts the messages' trip once.
+def amp_s(compute_s: Sequence[float], num_micro_batches: int, trip_s: float, exchange_s: float = 0.0) -> float:
+    """Seconds of a 1F1B step by the older form (m - 1) C + T_pp + sum C_i + T_dp, which counts the messages' trip once.
 
     Args: see `pipette_s`. Source: "AMP" (NeurIPS 2022), as "Pipette" (DATE 2024) cites it.
     """
-    p, m = num_stages, num_micro_batches
-    return (m - 1) * compute_s + trip_s + p * compute_s + exchange_s
+    return (num_micro_batches - 1) * max(compute_s) + trip_s + sum(compute_s) + exchange_s
 
 
 def trip_s(ranks: Sequence[int], network: Network, forward_bytes: float, backward_bytes: float) -> float:

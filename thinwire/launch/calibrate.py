@@ -226,15 +226,11 @@ def with_kernels(machine: Machine, device: Any) -> tuple[Machine, list[str]]:
 
 def lines_on(machine: Machine) -> list[str]:
     """The measurements as lines of text."""
-    from thinwire.calibration.work import NUM_REPEATS
-
     lines = links_on(machine) if machine.num_ranks > 1 else []
     for kind, rate in machine.rates.items():
         unit = UNITS.get(kind.split()[0], "MB/s")
-        few = machine.repeats.get(kind, NUM_REPEATS)
-        told = f"  (median of {few}, for want of time)" if few < NUM_REPEATS else ""
         shown = rate / {"GFLOP/s": 1e9, "thousand/s": 1e3, "MB/s": 1e6}[unit]
-        lines.append(f"  {kind:<36} {shown:>10.4g} {unit}{told}")
+        lines.append(f"  {kind:<36} {shown:>10.4g} {unit}")
     cores = ", ".join(f"{num:g}" for num in machine.cores.num)
     lines.append(f"cores {cores}; work is {machine.cores.contention:.0%} slower where all of them are busy")
     return lines

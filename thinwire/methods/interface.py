@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -108,6 +108,11 @@ class Method(Protocol):
     def not_measured(self) -> str:
         """Why the first steps can't be measured and then taken again, to follow its name; empty: they can."""
         return ""
+
+    @property
+    def worth_trying(self) -> Sequence[Mapping[str, Any]]:
+        """Settings besides its own that a search for the fastest way tries, each the options that differ, by name."""
+        return ()
 
     def not_compiled(self, topology: Topology) -> str:
         """Why torch.compile can't compile the model's layers, to follow its name; empty: it can."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from thinwire.layout.mesh import apart
 from thinwire.methods.options import FP32
 from thinwire.methods.pipeline.options import FITTED, Pipeline
 from thinwire.methods.pipeline.recompute import AUTO
+from thinwire.planner.settings import name_of, table_of
 
 # Orders that some case makes the fastest; the others hold more, or wait longer on a link.
 PLANS = (FITTED, "1f1b", "zbv")
@@ -26,6 +28,7 @@ class Candidate:
     """One way to train.
 
     Attributes:
+        strategy: its name, or one of its settings, written `NAME[option=value,...]`; see `planner.settings`.
         replicas: number of copies of each stage that train on different data; `strategy` joins their ranks.
         micro_batch: number of its sequences.
         num_micro_batches: of one pipeline in a step.
@@ -33,8 +36,10 @@ class Candidate:
         sequence: ranks that share each sequence of a replica.
         memory: most memory of a rank, such as 800mb, where the rest lies on a disk; empty: all is in memory.
         experts: ranks that share the experts of a mixture; each is a replica with data of its own.
-        outer: method of islands, each of which trains as the fields above say; empty: there are none.
+        outer: method of islands, or one of its settings; each island trains as the fields above say. Empty: there are
+            none.
         islands: number of islands.
+        nodes: machines of each island; 1: it lies inside one.
         travel: options of what travels to or from experts, once it is chosen.
     """
 
@@ -50,6 +55,7 @@ class Candidate:
     experts: int = 1
     outer: str = ""
     islands: int = 1
+    nodes: int = 1
     travel: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -60,12 +66,17 @@ class Candidate:
     @property
     def inside(self) -> Candidate:
         """What one island does."""
-        return replace(self, outer="", islands=1)
+        return replace(self, outer="", islands=1, nodes=1)
 
     @property
     def method(self) -> str:
         """The strategy, and around it the method of islands: what decides how much is learnt from a token."""
         return f"{self.outer} of {self.strategy}" if self.outer else self.strategy
+
+    @property
+    def settings(self) -> dict[str, Mapping[str, Any]]:
+        """Options of the strategy and of the method of islands that were searched, by table."""
+        return {**table_of(self.strategy), **table_of(self.outer)}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -79,7 +90,9 @@ class Candidate:
     def not_yet(self) -> str:
         """Why the house can't train so yet; empty: it can."""
         cut = [axis for axis, ranks in self.sizes.items() if ranks > 1]
-        return f"a mesh with {' beside '.join(axes)} is not supported yet" if (axes := apart(cut)) else ""
+        if axes := apart(cut):
+            return f"a mesh with {' beside '.join(axes)} is not supported yet"
+        return "an island of several machines is not supported yet" if self.nodes > 1 else ""
 
     @property
     def sharing(self) -> int:
@@ -110,10 +123,12 @@ class Candidate:
         cut = [f"--{axis} {ranks}" for axis, ranks in (axes | {"tensor": self.tensor}).items() if ranks > 1]
         table += [f"--experts.{name} {value}" for name, value in self.travel]
         table += [f"--memory {self.memory}"] if self.memory else []
-        strategy = f"--strategy {self.strategy}"
+        for name, options in self.settings.items():
+            table += [f"--{name}.{option} {shlex.quote(str(value))}" for option, value in options.items()]
+        strategy = f"--strategy {name_of(self.strategy)}"
         if self.outer:
             size = self.num_ranks // self.islands
-            strategy = f"--strategy {self.outer} --inner {self.strategy} --local-size {size}"
+            strategy = f"--strategy {name_of(self.outer)} --inner {self.strategy} --local-size {size}"
         return " ".join([*cut, f"--micro-batch {self.micro_batch}", strategy, *table])
 
 
@@ -126,12 +141,14 @@ class AxisSizes:
         sequences: that may share a sequence.
         experts: that may share the experts of a mixture.
         islands: numbers of islands, all of equal size.
+        local_size: ranks of a machine.
     """
 
     tensors: Sequence[int] = (1,)
     sequences: Sequence[int] = (1,)
     experts: Sequence[int] = (1,)
     islands: Sequence[int] = ()
+    local_size: int = 1
 
 
 def candidates(
@@ -143,15 +160,20 @@ def candidates(
     Also those that the house can't train yet, see `Candidate.not_yet`.
 
     stated: options of the pipeline that are fixed. largest: largest micro-batch. outers: methods of islands. If a
-    strategy has a single rank, it sends nothing, and the first one stands for all.
+    strategy has a single rank, it sends nothing, and the first one stands for all. Islands train by strategies as they
+    are, without further settings; those of several machines have a data axis alone.
     """
     axes = axes or AxisSizes()
-    sizes = strategies, stated, largest, axes
-    yield from of_one_island(num_ranks, num_layers, num_sequences, *sizes)
+    sizes = stated, largest, axes
+    inner = [name for name in strategies if name == name_of(name)]
+    yield from of_one_island(num_ranks, num_layers, num_sequences, strategies, *sizes)
     for islands, outer in product(axes.islands, outers):
         if num_sequences % islands == 0:
-            for way in of_one_island(num_ranks // islands, num_layers, num_sequences // islands, *sizes):
-                yield replace(way, outer=outer, islands=islands)
+            size = num_ranks // islands
+            nodes = max(1, size // axes.local_size)
+            for way in of_one_island(size, num_layers, num_sequences // islands, inner, *sizes):
+                if nodes == 1 or way.replicas == size:
+                    yield replace(way, outer=outer, islands=islands, nodes=nodes)
 
 
 def of_one_island(

@@ -10,10 +10,11 @@ from thinwire.methods.interface import Method
 from thinwire.methods.own_pace.base import OwnPaceMethod
 from thinwire.options import CHOSEN_FROM, ISLANDS, Tables, has_islands
 from thinwire.planner.candidates import Candidate
-from thinwire.planner.objective import Objective, methods_of, objective_of
+from thinwire.planner.objective import Objective, objective_of
 from thinwire.planner.optimizers import ADAMW
+from thinwire.planner.settings import methods_of, name_of, settings_of
 from thinwire.registry import STRATEGIES, class_of
-from thinwire.run.optimizer import name_of
+from thinwire.run.optimizer import name_of as optimizer_name
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class StrategyChoice:
     """The strategies of a search.
 
     Attributes:
-        inner: names of those that train ranks, or the ranks of an island.
-        outer: names of methods of islands.
-        methods: all of them, by name.
+        inner: those that train ranks, or the ranks of an island: names, then settings; see `planner.settings`.
+        outer: methods of islands, likewise.
+        methods: all of them, by name or text.
         has_plain: whether ways without islands are candidates.
         is_mixture: whether the model is a mixture of experts.
+        left_out: methods of islands that are priced, but not to be chosen.
+        aside: settings that are priced, but not to be chosen.
     """
 
     inner: tuple[str, ...]
@@ -35,6 +38,7 @@ class StrategyChoice:
     has_plain: bool = True
     left_out: frozenset[str] = frozenset()
     is_mixture: bool = False
+    aside: frozenset[str] = frozenset()
 
     def why_not(self, way: Candidate) -> str:
         """Why a candidate is not to be chosen; empty: it may be."""
@@ -44,6 +48,8 @@ class StrategyChoice:
             return "stages of a mixture are not supported yet: each would lose part of its balance loss"
         if way.outer in self.left_out:
             return "what islands learn from a token is not known here; name them in --strategies to choose by seconds"
+        if way.strategy in self.aside or way.outer in self.aside:
+            return "what this setting learns from a token is not known here; state it to plan with it"
         return ""
 
 
@@ -64,10 +70,16 @@ def unpriced(names: Sequence[str]) -> list[str]:
     return found if names else ["--strategies is empty: name at least one, or all"]
 
 
-def choice_of(strategies: Sequence[str] | None, tables: Tables, optimizer: str = ADAMW) -> StrategyChoice:
+def choice_of(
+    strategies: Sequence[str] | None, tables: Tables, optimizer: str = ADAMW, *, has_settings: bool = True
+) -> StrategyChoice:
     """The choice among these strategies; None: those of CHOSEN_FROM, and islands of which it is known what they learn.
 
-    Of them those that take the optimizer. Raises ConfigError with all errors at once.
+    Of them those that take the optimizer. Settings that a strategy names as worth trying come with it. One is chosen if
+    it is known what it learns from a token, or if that is not known of its strategy either, so that seconds a token
+    count.
+
+    has_settings: whether they are tried. Raises ConfigError with all errors at once.
     """
     names = (*CHOSEN_FROM, *ISLANDS) if strategies is None else tuple(strategies)
     if problems := unpriced(names):
@@ -76,13 +88,22 @@ def choice_of(strategies: Sequence[str] | None, tables: Tables, optimizer: str =
     plain = tuple(name for name in names if not has_islands(name))
     inner = plain or CHOSEN_FROM
     methods = methods_of((*inner, *outer), tables)
-    if (name := name_of(optimizer)) != ADAMW:
+    if (name := optimizer_name(optimizer)) != ADAMW:
         taking = tuple(each for each in inner if name in methods[each].optimizers)
         if not taking:
             raise ConfigError(f"--optimizer {optimizer}: none of {', '.join(inner)} takes it; nearest: {ADAMW}")
-        inner = taking
-    objective, left_out = objective_of(methods), frozenset[str]()
+        inner, plain = taking, tuple(each for each in plain if each in taking)
+    own = (*inner, *outer)
+    tried = settings_of({name: methods[name] for name in names if name in own}, tables) if has_settings else {}
+    objective, left_out = objective_of(methods, settings=tried), frozenset[str]()
     if strategies is None and objective.unknown:
         left_out = objective.unknown
-        objective = objective_of({name: method for name, method in methods.items() if name not in left_out})
-    return StrategyChoice(inner, outer, methods, objective, bool(plain), left_out)
+        tried = {text: method for text, method in tried.items() if name_of(text) not in left_out}
+        known = {name: method for name, method in methods.items() if name not in left_out}
+        objective = objective_of(known, settings=tried)
+    aside = {text for text in tried if text not in objective.tokens and name_of(text) not in objective.unknown}
+    inner += tuple(text for text in tried if name_of(text) in plain)
+    outer += tuple(text for text in tried if name_of(text) in outer)
+    return StrategyChoice(
+        inner, outer, methods | tried, objective, bool(plain), left_out, aside=frozenset(aside)
+    )  # fmt: skip

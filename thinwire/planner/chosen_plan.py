@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from thinwire.calibration import calibrate
 from thinwire.calibration.reach import all_on_this_machine
+from thinwire.calibration.work import LONGEST_S
 from thinwire.collectives import Communicator
 from thinwire.collectives.groups import forget_groups
 from thinwire.collectives.store_gather import told_by_first
@@ -23,12 +24,12 @@ from thinwire.device import choose, take
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, build_skeleton
-from thinwire.options import CHOSEN_FROM, EXPERTS, PIPELINE, SEQUENCE, model_table
-from thinwire.planner.objective import methods_of
+from thinwire.options import CHOSEN_FROM, EXPERTS, PIPELINE, model_table
 from thinwire.planner.optimizers import ADAMW, COUNTED
 from thinwire.planner.options import AUTO
 from thinwire.planner.plan import ALL_AXES, plan
-from thinwire.planner.training_plan import TrainingPlan
+from thinwire.planner.settings import methods_of
+from thinwire.planner.training_plan import TrainingPlan, with_tables
 from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.effects import batch_row, pipeline_rows, unused_rows
@@ -101,7 +102,7 @@ def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Mach
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
     machine = calibrate(
         comm, layers=[replace(model.config, num_hidden_layers=1)], dtypes=[dtype], codecs=codecs,
-        device=take(kind, number), say=say,
+        device=take(kind, number), longest_s=LONGEST_S, say=say,
     )  # fmt: skip
     comm.close()
     return machine
@@ -124,7 +125,8 @@ def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> 
     return plan(
         model, machine, tokens_per_step=derive(config, config.world_size).tokens_per_step, seq_len=config.seq_len,
         micro_batch=config.micro_batch, strategies=strategies_of(config), stages=stages, dtype=dtype,
-        tables=config.tables, axes=ALL_AXES if config.is_planned_late else stated, optimizer=config.optimizer or ADAMW,
+        loss=config.loss, tables=config.tables, axes=ALL_AXES if config.is_planned_late else stated,
+        optimizer=config.optimizer or ADAMW, has_settings=config.is_planned_late,
     )  # fmt: skip
 
 
@@ -136,9 +138,7 @@ def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
     if EXPERTS in tables and EXPERTS not in values:
         # Every rank has all of them, and nothing is left to be chosen.
         tables[EXPERTS] = {**tables[EXPERTS], "parallel": 1}
-    for name in {PIPELINE, SEQUENCE, EXPERTS} & values.keys():
-        tables[name] = {**tables.get(name, {}), **values.pop(name)}
-    return {"stages": None, "tensor": None, **values, "tables": tables}
+    return {"stages": None, "tensor": None, **with_tables(values, tables)}
 
 
 def rows_on(machine: Machine, spent: str, config: TrainConfig) -> list[Row]:

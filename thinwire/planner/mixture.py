@@ -20,11 +20,11 @@ from thinwire.models.moe_config import MoEConfig
 from thinwire.options import EXPERTS
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.experts import CHOSEN, apart_of, rows_sent, step_of
-from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.order import RankOrder
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Priced
+from thinwire.planner.settings import name_of
 
 
 def links_on(machine: Machine, flops: float, pairs: Collection[Pair]) -> Links:
@@ -88,7 +88,7 @@ def shared_experts(pricing: Pricing, way: Candidate, order: RankOrder = ()) -> S
     plan, _, ways = step_of(strategy, model, asked, shape, links)
     travel, layer_s = next(iter(ways.items()))
     rest, experts, replicas = apart_of(model, asked, shape)
-    layer, ends = layer_and_ends(pricing.config, pricing.seq_len)
+    layer, ends = pricing.layer_and_ends(way)
     products = 6.0 * config.num_experts_per_tok * config.intermediate_size * config.hidden_size * pricing.seq_len
     operations = way.micro_batch * (num_layers * (layer.operations - products) + ends.operations) / way.sequence
     inside_s = num_layers * (layer_s + pricing.attention(way, order).seconds) / grid.busy
@@ -127,10 +127,8 @@ def cost_of_experts(pricing: Pricing, way: Candidate) -> Callable[[RankOrder], f
 def price_experts(pricing: Pricing, way: Candidate, order: RankOrder) -> Priced:
     """The costs of a step in which ranks share experts; see `shared_experts`."""
     found = shared_experts(pricing, way, order)
-    layer, ends = layer_and_ends(pricing.config, pricing.seq_len)
     num_layers, timeline = pricing.config.num_hidden_layers, found.timeline
-    kept = way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes) / way.sequence
-    counted = pricing.counted(way, sum(found.plan.memory.values()) + kept)
+    counted = pricing.counted(way, sum(found.plan.memory.values()) + pricing.kept_bytes(way))
     memory = pricing.estimator.peak_bytes(counted)
     step_s = timeline.makespan_s + found.weights_s
     # Rows on their way are a wait, which their products are a part of.
@@ -153,7 +151,7 @@ def asked_of(pricing: Pricing, way: Candidate) -> ExplainConfig:
     stated = pricing.tables.get(EXPERTS, {})
     table: dict[str, Any] = {**dict.fromkeys(CHOSEN, AUTO), **stated, "parallel": way.experts}
     return ExplainConfig(
-        strategy=way.strategy, nodes=len(pricing.nodes), local_size=pricing.machine.local_size,
+        strategy=name_of(way.strategy), nodes=len(pricing.nodes), local_size=pricing.machine.local_size,
         seq_len=pricing.seq_len, micro_batches=way.num_micro_batches, micro_batch=way.micro_batch,
         dtype="bf16" if pricing.dtype == "bf16" else "fp32", tables={**pricing.tables, EXPERTS: table},
     )  # fmt: skip

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import Problems
 from thinwire.methods.interface import Method
 from thinwire.methods.outer.base import IslandsMethod
-from thinwire.options import CHOSEN_FROM, Tables, build_strategy, strategy_table
+from thinwire.options import CHOSEN_FROM
 from thinwire.planner.candidates import Candidate
-from thinwire.registry import STRATEGIES
+from thinwire.planner.settings import make, name_of, table_of
 from thinwire.report.frontier import LEAST_STEPS, RECORDED
-from thinwire.run.spelled import options_in
 
-# Steps and warm-up steps of the run that strategies are planned for.
-NUM_STEPS, NUM_WARMUP_STEPS = 1000, 100
 EXACT = "zero"
 
 
@@ -27,8 +24,8 @@ class Objective:
     """What counts of a step.
 
     Attributes:
-        tokens: by name of the method, tokens until the target loss, divided by those of exact training; empty: seconds
-            a token count.
+        tokens: by name of the method, or by a setting of one, tokens until the target loss, divided by those of exact
+            training; empty: seconds a token count.
         why: what counts, and from where it is known, in a sentence.
         unknown: methods of which it is not known what they learn from a token.
     """
@@ -42,12 +39,17 @@ class Objective:
         return self.tokens.get(way.outer, 1.0) * self.tokens.get(way.strategy, 1.0)
 
 
-def objective_of(methods: Mapping[str, Method], recorded: Path = RECORDED) -> Objective:
+def objective_of(
+    methods: Mapping[str, Method], recorded: Path = RECORDED, settings: Mapping[str, Method] | None = None
+) -> Objective:
     """The objective of a choice among these methods, from the runs that docs/methods.md shows.
 
     Seconds to a target loss: a step's seconds, times the steps until the training loss is within 1% of the exact run's
     last, if that is known of all. Only runs of at least LEAST_STEPS steps count, of the same options. The strategies of
     CHOSEN_FROM learn as much from a token as exact training does, within noise.
+
+    settings: further ones of these methods, by their text. They decide nothing: what is not known of one leaves it out
+    of `tokens`.
     """
     rows = json.loads(recorded.read_text()) if recorded.is_file() else []
     long = [row for row in rows if row["steps"] >= LEAST_STEPS]
@@ -67,36 +69,23 @@ def objective_of(methods: Mapping[str, Method], recorded: Path = RECORDED) -> Ob
         return Objective({}, f"{why} ({size})", frozenset(unknown))
     told = ", ".join(f"{name} {ratio:.3g}" for name, ratio in known.items())
     why = f"seconds to a target loss, 1% above the exact one: a step's seconds times its tokens, {told} ({size})"
-    return Objective(known, why)
+    return Objective(known | dict(measured(settings or {}, own, exact["steps_to"])), why)
 
 
 def measured(
     methods: Mapping[str, Method], rows: list[Mapping[str, Any]], exact_steps: float
 ) -> Iterator[tuple[str, float]]:
     """Yield (name, tokens until the target loss over those of exact training) for the methods with a run."""
-    for row in rows:
-        name, _, options = row["text"].removesuffix("]").partition("[")
-        stated = options_in(options, f"{row['text']}: ")
-        if name in methods and row.get("steps_to") and "optimizer" not in stated:
-            own = make(name, {strategy_table(name) or "": stated})
-            if own == without_inner(methods[name], own):
-                yield name, row["steps_to"] / exact_steps
+    for name, row in product(methods, rows):
+        if name_of(row["text"]) == name_of(name) and row.get("steps_to"):
+            stated = table_of(row["text"])
+            if not any("optimizer" in options for options in stated.values()):
+                own = make(name_of(name), stated)
+                if own == without_inner(methods[name], own):
+                    yield name, row["steps_to"] / exact_steps
 
 
 def without_inner(method: Method, other: Method) -> Method:
     """The method with the other's strategy inside its islands, which is chosen by itself."""
     both = isinstance(method, IslandsMethod) and isinstance(other, IslandsMethod)
     return replace(method, inner=other.inner) if both else method  # type: ignore[type-var, attr-defined]
-
-
-def make(name: str, tables: Tables) -> Method:
-    """A strategy with its options. Raises ConfigError."""
-    return build_strategy(name, tables, num_steps=NUM_STEPS, num_warmup_steps=NUM_WARMUP_STEPS)
-
-
-def methods_of(names: tuple[str, ...], tables: Tables) -> dict[str, Method]:
-    """Strategies with their options, by name. Raises ConfigError with all errors at once."""
-    problems = Problems()
-    found = {name: problems.note(make, name, tables) for name in names if name in STRATEGIES}
-    problems.raise_any()
-    return {name: method for name, method in found.items() if method is not None}

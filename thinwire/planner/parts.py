@@ -55,6 +55,17 @@ def sizes_of(model: Llama, options: Pipeline, stages: int, seq_len: int, tensor:
     return options.sizes(balanced(operations, numels, chunks))
 
 
+def work_of(model: Llama, options: Pipeline, stages: int, seq_len: int, tensor: int = 1) -> list[float]:
+    """The share of a micro-batch's operations that each stage computes; together 1. tensor: see `stages_of`."""
+    layer, ends = layer_and_ends(model.config, seq_len, tensor=tensor)
+    home, found = options.home(stages), [0.0] * stages
+    for at, size in zip(home, sizes_of(model, options, stages, seq_len, tensor), strict=True):
+        found[at] += size * layer.operations
+    for at in range(stages) if options.head == SPREAD else (home[-1],):
+        found[at] += ends.operations / (stages if options.head == SPREAD else 1)
+    return [each / sum(found) for each in found]
+
+
 def rows_of(own: Own, weight: torch.Tensor) -> nn.Module:
     """A module with a rank's rows of a weight."""
     return nn.Embedding(own.size, weight.shape[1], _weight=weight.new_empty(own.size, weight.shape[1]))

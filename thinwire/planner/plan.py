@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from thinwire.cost import Machine
-from thinwire.errors import ConfigError, Problems
+from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.models import Llama, MoELlama, build_skeleton
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.tensor import tensor_sizes
 from thinwire.options import EXPERTS, PIPELINE, Tables, model_table
 from thinwire.planner.candidates import AxisSizes, Candidate, candidates
-from thinwire.planner.choice import StrategyChoice, choice_of
-from thinwire.planner.islands import price, roughly_islands
+from thinwire.planner.choice import choice_of
 from thinwire.planner.memory import Estimator, Offset
 from thinwire.planner.optimizers import ADAMW, takes
 from thinwire.planner.options import AUTO
 from thinwire.planner.prices import disk_floor
 from thinwire.planner.pricing import Pricing
-from thinwire.planner.rough import rough_s
-from thinwire.planner.search import Priced, Search, ranked
+from thinwire.planner.search import Search
+from thinwire.planner.selection import searched
 from thinwire.planner.sizes import no_mesh, wrong_sizes
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import bytes_text, enough_text
 
-# Candidates that are simulated: those that closed forms say are the fastest; and where none of these fits, as many more
-# whose passes are the smallest.
-NUM_SIMULATED, NUM_SMALLEST = 24, 96
 # Over which ranks may be divided. Stages are searched in any case, and experts of a mixture.
 ALL_AXES = ("tensor", "sequence", "island")
+DTYPES, LOSSES = ("fp32", "bf16"), ("auto", "plain", "cut")
 
 
 def plan(
@@ -40,16 +38,18 @@ def plan(
     *,
     tokens_per_step: int,
     seq_len: int = 256,
-    micro_batch: int = 32,
+    micro_batch: int = 8,
     memory_bytes: float | None = None,
     strategies: Sequence[str] | None = None,
     stages: int | None = None,
     dtype: str = "fp32",
+    loss: str = "auto",
     vocab_size: int = 257,
     tables: Tables | None = None,
     estimator: Estimator | None = None,
     axes: Collection[str] = ALL_AXES,
     optimizer: str = ADAMW,
+    has_settings: bool = True,
 ) -> TrainingPlan:
     """Find the fastest way to train on a machine: strategy, mesh, micro-batch, borders, and the order of ranks.
 
@@ -63,17 +63,19 @@ def plan(
         tokens_per_step: of all ranks together.
         seq_len: tokens of a sequence.
         micro_batch: largest number of sequences in one pass.
-        memory_bytes: of one rank; None: what the machine has.
+        memory_bytes: of one rank, at most what the machine has, which is the default.
         strategies: those to choose from, methods of islands included; None: those that learn as much from a token as
             exact training. Methods of islands are then priced too, and chosen if it is known what they learn.
         stages: of a pipeline; None: free.
         dtype: compute type, "fp32" or "bf16".
+        loss: "plain", "cut", or "auto", as for `thinwire train`.
         vocab_size: of a preset.
         tables: options of strategies, and those of the pipeline and of experts that are fixed.
         estimator: of the memory of a process; None: 1.5 times what is counted, and what it holds before.
         axes: those of ALL_AXES over which ranks may be divided, besides data.
         optimizer: with its options. Its state is counted where the model is not cut, elsewhere AdamW's; strategies and
             meshes that it can't train with are left out.
+        has_settings: whether settings of strategies are tried that are not stated; see `Method.worth_trying`.
 
     Raises ConfigError if nothing fits; it names the least memory that would do.
     """
@@ -87,12 +89,15 @@ def plan(
     problems.messages += wrong_sizes(
         llama, ranks, tokens_per_step=tokens_per_step, seq_len=seq_len, micro_batch=micro_batch, stages=stages
     )
-    choice = problems.note(choice_of, strategies, tables, optimizer)
+    choice = problems.note(partial(choice_of, has_settings=has_settings), strategies, tables, optimizer)
+    for name, value, known in (("dtype", dtype, DTYPES), ("loss", loss, LOSSES)):
+        if value not in known:
+            problems.messages.append(f"{name} {value!r}: no such choice{nearest(value, known)}")
     problems.raise_any()
     assert choice is not None
     choice = replace(choice, is_mixture=isinstance(llama, MoELlama))
     pricing = Pricing(
-        llama, machine, choice.methods, seq_len, dtype, estimator or Offset(), tables, optimizer=optimizer
+        llama, machine, choice.methods, seq_len, dtype, estimator or Offset(), tables, loss, optimizer=optimizer
     )  # fmt: skip
     listed = [
         way
@@ -105,17 +110,22 @@ def plan(
     if not listed:
         raise no_mesh(ranks, tokens_per_step, seq_len, tables, strategies, stages)
     memory = min(machine.memory_bytes, memory_bytes or machine.memory_bytes)
-    found = searched(listed, pricing, choice, memory, memory_bytes)
+    found = searched(listed, pricing, choice, memory, None if memory_bytes is None else memory)
     if not found.fastest:
-        if not found.too_large:
-            raise ConfigError(*found.refused)
-        floors = floors_on_disk(found, pricing)
-        least = min([*floors.values(), *(each.memory_bytes for each in found.too_large if not each.candidate.memory)])
-        # Floors of single ways would be told beside the least of all.
-        others = [why for why, ways in found.refused.items() if not floors.keys() & set(ways)]
-        why = f"memory of {bytes_text(memory)} a rank: no way to train fits; the least is {enough_text(least)}"
-        raise ConfigError(why, *others)
+        raise nothing_fits(found, pricing, memory)
     return TrainingPlan(machine, found, tokens_per_step, seq_len, pricing, choice.objective)
+
+
+def nothing_fits(found: Search, pricing: Pricing, memory: float) -> ConfigError:
+    """The error of a search in which no way fits, with the least memory that would do. memory: of a rank, in bytes."""
+    if not found.too_large:
+        return ConfigError(*found.refused)
+    floors = floors_on_disk(found, pricing)
+    least = min([*floors.values(), *(each.memory_bytes for each in found.too_large if not each.candidate.memory)])
+    # Floors of single ways would be told beside the least of all.
+    others = [why for why, ways in found.refused.items() if not floors.keys() & set(ways)]
+    why = f"memory of {bytes_text(memory)} a rank: no way to train fits; the least is {enough_text(least)}"
+    return ConfigError(why, *others)
 
 
 def floors_on_disk(found: Search, pricing: Pricing) -> dict[Candidate, float]:
@@ -135,12 +145,13 @@ def axes_of(llama: Llama, machine: Machine, seq_len: int, tables: Tables, axes: 
     ranks, local = machine.num_ranks, machine.local_size
     is_mixture, experts = isinstance(llama, MoELlama), tables.get(EXPERTS, {}).get("parallel", AUTO)
     sizes = sequence_sizes(llama.config, seq_len, ranks)
-    islands = [ranks // size for size in range(1, local + 1) if local % size == 0 and size < ranks]
+    # Equal parts of a machine, or whole ones.
+    parts = [size for size in range(1, ranks) if local % size == 0 or ranks % size == size % local == 0]
     return AxisSizes(
         tensors=tensor_sizes(llama.config, local) if "tensor" in axes else (1,),
         sequences=sizes if "sequence" in axes else (1,),
         experts=expert_sizes(llama, ranks) if experts == AUTO else (experts,) if is_mixture else (1,),
-        islands=islands if "island" in axes else (),
+        islands=[ranks // size for size in parts] if "island" in axes else (), local_size=local,
     )  # fmt: skip
 
 
@@ -151,64 +162,7 @@ def expert_sizes(llama: Llama, num_ranks: int) -> list[int]:
     return [size for size in range(1, num_ranks + 1) if num_ranks % size == llama.config.num_local_experts % size == 0]
 
 
-def searched(
-    listed: Sequence[Candidate], pricing: Pricing, choice: StrategyChoice, memory: float, budget: float | None
-) -> Search:
-    """Price the candidates that closed forms find fast; where none of these fits, those of the smallest passes too.
-
-    memory: of a rank, in bytes. budget: the part of it that is stated, beyond which a disk is tried.
-    """
-
-    def price_of(way: Candidate) -> Priced:
-        return replace(price(pricing, way), steps=choice.objective.of(way))
-
-    rough = {way: roughly(pricing, way) * choice.objective.of(way) for way in listed}
-    ways = to_simulate(rough, choice)
-    if budget is not None:
-        ways += with_disk(ways, budget)
-    found = ranked(ways, price_of, memory, choice.why_not)
-    if found.fastest or not found.too_large:
-        return found
-    rest = [way for way in listed if way not in set(ways) and not choice.why_not(way)]
-    smallest = sorted(rest, key=lambda way: (way.micro_batch / way.sequence / way.tensor, -way.stages, rough[way]))
-    return ranked([*ways, *smallest[:NUM_SMALLEST]], price_of, memory, choice.why_not)
-
-
-def roughly(pricing: Pricing, way: Candidate) -> float:
-    """Seconds of a step by closed forms; infinite for what can't run."""
-    try:
-        return roughly_islands(pricing, way) if way.outer else rough_s(pricing, way)
-    except ConfigError:
-        # It says why when it is priced.
-        return math.inf
-
-
-def with_disk(listed: Iterable[Candidate], memory_bytes: float) -> list[Candidate]:
-    """The ways of which a part can lie on a disk, under this budget: those whose ranks are a data axis alone."""
-    budget = f"{int(memory_bytes / 1e6)}mb"
-    alone = (way for way in listed if way.sharing == way.num_ranks and way.sequence * way.experts == 1)
-    return [replace(way, memory=budget) for way in alone]
-
-
 def sequence_sizes(config: LlamaConfig, seq_len: int, num_ranks: int) -> list[int]:
     """The numbers of ranks that may share a sequence: each has a head, and equally many tokens."""
     sizes = range(1, min(num_ranks, config.num_attention_heads) + 1)
     return [size for size in sizes if (num_ranks % size == 0 and seq_len % (2 * size) == 0) or size == 1]
-
-
-def to_simulate(rough: Mapping[Candidate, float], choice: StrategyChoice) -> list[Candidate]:
-    """The fastest candidates by closed forms, and the first of each kind, in the order of `candidates`.
-
-    rough: by candidate, what closed forms say.
-    """
-    by_speed = sorted(rough, key=rough.__getitem__)
-    chosen = set([way for way in by_speed if not choice.why_not(way)][:NUM_SIMULATED])
-    first: dict[tuple[int | str, ...], Candidate] = {}
-    for way in by_speed:
-        # Of each mesh, and of each strategy on the data axis alone and beside stages.
-        mesh = (way.stages, way.tensor, way.sequence, way.experts)
-        first.setdefault((*mesh, way.outer, way.islands), way)
-        if way.tensor * way.sequence * way.experts == 1 and not way.outer:
-            first.setdefault((way.stages, way.strategy), way)
-    chosen |= set(first.values())
-    return [way for way in rough if way in chosen]

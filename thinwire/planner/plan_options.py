@@ -21,7 +21,7 @@ class PlanConfig:
     """Find the fastest way to train a model on machines that `thinwire calibrate` has measured.
 
     What it writes is a CONFIG.toml of `thinwire train`. Options of strategies and of the pipeline are those of
-    `thinwire train`; options of the pipeline that are stated are not searched.
+    `thinwire train`; those that are stated are not searched.
     """
 
     machine: str = "machine.json"
@@ -48,6 +48,8 @@ class PlanConfig:
     is counted, and what a process holds before it has a model."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Compute type."""
+    loss: Literal["auto", "plain", "cut"] = "auto"
+    """How the loss is computed, as for `thinwire train`: it sets what the head keeps."""
     out: str = "plan.toml"
     """File to write; the prediction goes beside it, with the ending .json."""
     verify: int = 0

@@ -11,7 +11,6 @@ from thinwire.cost.simulator import COMMUNICATION, TRAINING
 from thinwire.errors import ConfigError
 from thinwire.methods.memory import Floor, Residency, Setup, placed as parts_of, resident_method, settled
 from thinwire.planner.candidates import Candidate
-from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.mixture import price_experts
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.rough import best_order, link_s
@@ -49,11 +48,9 @@ def alone(pricing: Pricing, way: Candidate) -> Priced:
     """The costs of a candidate without stages."""
     order = best_order(pricing, way)
     timeline = pricing.simulated(way, order)
-    layer, ends = layer_and_ends(pricing.config, pricing.seq_len, tensor=way.tensor)
-    kept = way.micro_batch * (len(pricing.model.model.layers) * layer.kept_bytes + ends.kept_bytes) / way.sequence
     plan = pricing.plan_of(way, pricing.cut(way.tensor))
     passes, attention = way.num_micro_batches * len(pricing.model.model.layers), pricing.attention(way, order)
-    counted = pricing.counted(way, sum(plan.memory.values()) + kept)
+    counted = pricing.counted(way, sum(plan.memory.values()) + pricing.kept_bytes(way))
     memory = pricing.estimator.peak_bytes(counted)
     step_s, compute_s, kinds = timeline.makespan_s, timeline.busy_s(0, TRAINING), timeline.kinds_s(0)
     terms = {
@@ -104,12 +101,12 @@ def unusual_bytes(pricing: Pricing) -> float:
 
 def on_disk(pricing: Pricing, way: Candidate) -> tuple[Residency, Setup]:
     """Where the parts of a candidate under a budget lie, and what they are. Raises ConfigError."""
-    layer, ends = layer_and_ends(pricing.config, pricing.seq_len)
+    layer, ends = pricing.layer_and_ends(way)
     num_layers = len(pricing.model.model.layers)
     borders = 4 * num_layers * pricing.seq_len * pricing.model.config.hidden_size
     kept = {
-        "keep": int(way.micro_batch * (num_layers * layer.kept_bytes + ends.kept_bytes)),
-        "recompute": int(way.micro_batch * (layer.kept_bytes + ends.kept_bytes + borders)),
+        "keep": int(pricing.kept_bytes(way)),
+        "recompute": int(layer.kept(way.micro_batch) + ends.kept(way.micro_batch) + way.micro_batch * borders),
     }
     method = resident_method(pricing.methods[way.strategy])
     setup = Setup(method, pricing.model, pricing.replicas(way), way.num_micro_batches, kept)

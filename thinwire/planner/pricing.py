@@ -15,10 +15,12 @@ from thinwire.collectives.gather import gather_bytes
 from thinwire.cost import Machine, Message, Timeline, Work, simulate
 from thinwire.cost.machine import LAYER, MIXTURE
 from thinwire.errors import ConfigError
+from thinwire.losses import loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.pipeline.drawn import OPERATION as BETWEEN_STAGES, Joined
 from thinwire.methods.pipeline.inside import check_inside
+from thinwire.methods.pipeline.options import check_stages
 from thinwire.methods.schedule import END, RING, PlannedExchanges, plain
 from thinwire.methods.sequence.inside import check_strategy
 from thinwire.models import Llama, MoELlama
@@ -27,10 +29,11 @@ from thinwire.models.tensor import cut_skeleton
 from thinwire.options import Tables
 from thinwire.planner.attention import AttentionCost, attention_of
 from thinwire.planner.candidates import Candidate
-from thinwire.planner.forward import dense_of, layer_and_ends
+from thinwire.planner.forward import Forward, dense_of, layer_and_ends
 from thinwire.planner.memory import Estimator, Offset, Recorded, features_of
 from thinwire.planner.optimizers import ADAMW, COUNTED, by_optimizer
 from thinwire.planner.order import RankOrder
+from thinwire.planner.parts import work_of
 from thinwire.planner.placed import PlacedMachine
 from thinwire.planner.stages import Stages, stages_of
 from thinwire.registry import check_on_mesh
@@ -70,8 +73,9 @@ class Pricing:
     """Prices candidates for one model on one machine.
 
     methods: by name of the strategy, and of the method of islands. dtype: the compute type. estimator: of the memory of
-    a process. tables: options that are stated. optimizer: whose state is counted where the model is not cut; elsewhere
-    AdamW's is. spreads, orders: what islands exchange, and the best orders of nodes, once they are known.
+    a process. tables: options that are stated. loss: as for `thinwire train`. optimizer: whose state is counted where
+    the model is not cut; elsewhere AdamW's is. spreads, orders: what islands exchange, and the best orders of nodes,
+    once they are known.
     """
 
     model: Llama
@@ -81,6 +85,7 @@ class Pricing:
     dtype: str
     estimator: Estimator = field(default_factory=Offset)
     tables: Tables = field(default_factory=dict)
+    loss: str = "auto"
     optimizer: str = ADAMW
     spreads: dict[Hashable, dict[tuple[str, str], int]] = field(default_factory=dict)
     orders: dict[Hashable, RankOrder] = field(default_factory=dict)
@@ -88,6 +93,7 @@ class Pricing:
     _cut: dict[int, Llama] = field(default_factory=dict)
     _attentions: dict[Hashable, AttentionCost] = field(default_factory=dict)
     _plans: dict[Hashable, MethodPlan] = field(default_factory=dict)
+    _shares: dict[Hashable, list[float]] = field(default_factory=dict)
 
     @cached_property
     def layer(self) -> str:
@@ -139,7 +145,7 @@ class Pricing:
         That is a third of the fixed cost of a pass, and of the messages inside its layers, which nothing hides. order:
         the rank in each place; empty: unchanged.
         """
-        layer, ends = layer_and_ends(self.config, self.seq_len, tensor=way.tensor)
+        layer, ends = self.layer_and_ends(way)
         grid = self.placed(order or self.ranks_of(self.nodes), way.tensor)
         num_layers = len(self.model.model.layers)
         operations = way.micro_batch * (num_layers * layer.operations + ends.operations) / way.sequence
@@ -147,6 +153,25 @@ class Pricing:
         sum_s = grid.sum_s(4.0 * features, way.tensor)
         inside_s = num_layers * (4 * sum_s + self.attention(way, order).seconds / grid.busy)
         return operations + (grid.pass_s + inside_s) * grid.flops / 3
+
+    def layer_and_ends(self, way: Candidate) -> tuple[Forward, Forward]:
+        """The forward of one sequence with a candidate's loss: of one layer, and of all the rest together."""
+        loss, _ = loss_in_effect(self.loss, way.micro_batch * self.seq_len, self.config.vocab_size)
+        return layer_and_ends(
+            self.config, self.seq_len, is_cut=loss == "cut", tensor=way.tensor, dtype=self.dtype
+        )  # fmt: skip
+
+    def kept_bytes(self, way: Candidate) -> float:
+        """Bytes of the activations of a micro-batch in a model without stages, on one rank."""
+        (layer, ends), times = self.layer_and_ends(way), way.micro_batch / way.sequence
+        return len(self.model.model.layers) * layer.kept(times) + ends.kept(times)
+
+    def shares(self, way: Candidate) -> list[float]:
+        """The share of a micro-batch's operations that each stage computes; together 1."""
+        key = (way.stages, way.tensor, way.pipeline)
+        if key not in self._shares:
+            self._shares[key] = work_of(self.cut(way.tensor), way.pipeline, way.stages, self.seq_len, way.tensor)
+        return self._shares[key]
 
     def check(self, way: Candidate) -> None:
         """Raise ConfigError for a strategy that can't train on a candidate's mesh."""
@@ -162,6 +187,7 @@ class Pricing:
         if way.experts > 1:
             check_data_method(method)
         if way.stages > 1:
+            check_stages(way.pipeline, way.stages, len(self.model.model.layers))
             check_inside(method, way.replicas)
 
     def staged(self, way: Candidate, order: RankOrder) -> Staged:
@@ -170,8 +196,8 @@ class Pricing:
         sizes = (way.stages, way.num_micro_batches, way.micro_batch)
         attention_s = self.attention(way).seconds / grid.busy
         stages = stages_of(
-            self.cut(way.tensor), way.pipeline, *sizes, self.seq_len, grid, tensor=way.tensor,
-            sequence=way.sequence, attention_s=attention_s, join=partial(self.joined, way),
+            self.cut(way.tensor), way.pipeline, *sizes, self.seq_len, grid, self.loss, way.tensor,
+            sequence=way.sequence, attention_s=attention_s, dtype=self.dtype, join=partial(self.joined, way),
         )  # fmt: skip
         return Staged(grid, stages, order[:: way.tensor])
 

@@ -30,9 +30,24 @@ def rough_s(pricing: Pricing, way: Candidate) -> float:
     machine, operations = pricing.machine, 3 * pricing.forward_of(way)
     busy = pricing.placed(pricing.ranks_of(pricing.nodes)).busy
     compute_s = operations / machine.rates[pricing.layer] * busy / min(machine.speeds or (1.0,))
+    # A forward is a third of a micro-batch's work.
+    compute_s *= 1.0 if way.pipeline.recompute == "never" else 4 / 3
     if way.stages == 1:
         return way.num_micro_batches * compute_s + link_s(pricing, way)
     return cost_of(pricing, way, compute_s)(best_nodes(pricing, way))
+
+
+def rough_bytes(pricing: Pricing, way: Candidate) -> float:
+    """Memory of a process by closed forms, without islands: of an even cut, on the first stage or on the last.
+
+    The first keeps the micro-batches in flight, the last one with its head. Without stages nothing is left out.
+    """
+    layer, ends = pricing.layer_and_ends(way)
+    times, held = way.micro_batch / way.sequence, sum(pricing.plan_of(way, pricing.cut(way.tensor)).memory.values())
+    layers_bytes = len(pricing.model.model.layers) * layer.kept(times)
+    in_flight = min(way.stages, way.num_micro_batches) if way.pipeline.recompute == "never" else 1
+    kept = max(in_flight * layers_bytes / way.stages, layers_bytes / way.stages + ends.kept(times))
+    return pricing.estimator.peak_bytes(pricing.counted(way, held / way.stages + kept))
 
 
 def best_order(pricing: Pricing, way: Candidate) -> RankOrder:
@@ -44,12 +59,12 @@ def best_nodes(pricing: Pricing, way: Candidate) -> RankOrder:
     """The order of nodes with the fewest seconds, found once for all sizes of micro-batches.
 
     Those send as much in a step: m/p trips, each with 1/m of it, if there are as many micro-batches as stages. With
-    fewer there is one trip. Computing adds as much to every order. Where all ranks send to all others, every order is
-    as good.
+    fewer there is one trip. Each trip has the links' delays, so where these differ the number of trips counts too.
+    Computing is left out: it is the same in every order. Where all ranks send to all others, every order is as good.
     """
-    is_short = way.num_micro_batches < way.stages
+    counts = way.num_micro_batches < way.stages or not has_even_delays(pricing.machine.fabric)
     axes = (way.stages, way.tensor, way.sequence, way.experts)
-    key = (*axes, way.strategy, way.borders, way.micro_batch if is_short else 0)
+    key = (*axes, way.strategy, way.borders, way.micro_batch if counts else 0)
     if key not in pricing.orders:
         cost = cost_of(pricing, way, 0.0) if way.stages > 1 else cost_of_groups(pricing, way)
         is_free = len(pricing.nodes) < 3 or is_even(pricing.machine.fabric)
@@ -65,8 +80,13 @@ def is_even(fabric: Network) -> bool:
     """Whether the links between nodes are all alike."""
     pairs = [pair for pair in fabric.pairs if fabric.ports(pair)]
     rates = [fabric.rates[a][b] for a, b in pairs]
-    delays = [fabric.delays_s[a][b] for a, b in pairs]
-    return not pairs or (max(rates) <= EVEN * min(rates) and max(delays) - min(delays) <= EVEN_S)
+    return not pairs or (max(rates) <= EVEN * min(rates) and has_even_delays(fabric))
+
+
+def has_even_delays(fabric: Network) -> bool:
+    """Whether the delays between nodes are all alike."""
+    delays = [fabric.delays_s[a][b] for a, b in fabric.pairs if fabric.ports((a, b))]
+    return not delays or max(delays) - min(delays) <= EVEN_S
 
 
 def cost_of(pricing: Pricing, way: Candidate, compute_s: float) -> Callable[[RankOrder], float]:
@@ -78,6 +98,7 @@ def cost_of(pricing: Pricing, way: Candidate, compute_s: float) -> Callable[[Ran
     whole = pricing.plan_of(way, pricing.cut(way.tensor)).sent_on("inter") if way.replicas > 1 else 0.0
     sent = way.tensor * whole / way.stages / 2
 
+    computes = [compute_s * share for share in pricing.shares(way)]
     ranks = range(len(fabric.nodes))
     # There and back, of neighbours: it is asked for as often as an order is tried.
     hops = [[trip_s([a, b], fabric, *sizes) if a != b else 0.0 for b in ranks] for a in ranks]
@@ -86,7 +107,7 @@ def cost_of(pricing: Pricing, way: Candidate, compute_s: float) -> Callable[[Ran
         groups = groups_of([node * local + each for node in nodes for each in range(local)], way.stages, way.tensor)
         trip = max(sum(hops[a][b] for a, b in itertools.pairwise(own)) for own in zip(*groups, strict=True))
         ring = max(ring_s(own, fabric, sent) for own in groups) if sent else 0.0
-        return pipette_s(way.stages, way.num_micro_batches, compute_s / way.stages, trip, ring)
+        return pipette_s(computes, way.num_micro_batches, trip, ring)
 
     return cost
 

@@ -107,6 +107,11 @@ def search(
     return ranked(found, priced, memory_bytes)
 
 
+def as_kept(way: Candidate) -> Candidate:
+    """The same candidate, with all activations kept, and all of it in memory."""
+    return replace(way, pipeline=replace(way.pipeline, recompute="never"), memory="")
+
+
 def ranked(
     found: Iterable[Candidate], price_of: Callable[[Candidate], Priced], memory_bytes: float | None = None,
     why_not: Callable[[Candidate], str] = lambda way: way.not_yet,
@@ -121,8 +126,7 @@ def ranked(
     refused: dict[str, list[Candidate]] = {}
     fitting: set[Candidate] = set()
     for candidate in found:
-        as_kept = replace(candidate, pipeline=replace(candidate.pipeline, recompute="never"), memory="")
-        if as_kept in fitting:
+        if as_kept(candidate) in fitting:
             continue
         try:
             priced = price_of(candidate)
@@ -133,7 +137,7 @@ def ranked(
             # The least memory that would do is that of a way that can be chosen.
             too_large += [] if why_not(candidate) else [priced]
             continue
-        fitting.add(as_kept)
+        fitting.add(as_kept(candidate))
         if reason := why_not(candidate):
             aside.setdefault(reason, []).append(priced)
         else:

@@ -165,6 +165,7 @@ def stages_of(
     model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid,
     loss: str = "auto", tensor: int = 1, sequence: int = 1, attention_s: float = 0.0,
     memory_bytes: float | None = None, join: Callable[[Sequence[nn.ModuleDict]], Joined] | None = None,
+    dtype: str = "fp32",
 ) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
 
@@ -172,11 +173,13 @@ def stages_of(
     results twice in each layer's forward and twice in its backward. sequence: ranks that share each sequence, and send
     for attention_s seconds in each layer's forward and backward together. memory_bytes: of a rank, by which recompute
     "auto" is decided; the result's options state what was chosen. join: what the replicas of each part send each other;
-    None: nothing. Raises ConfigError for stages, layers and micro-batches that do not fit each other.
+    None: nothing. dtype: the compute type. Raises ConfigError for stages, layers and micro-batches that do not fit each
+    other.
     """
     check_stages(options, stages, len(model.model.layers))
     parts, sizes = cut_parts(model, options, stages, seq_len, tensor)
-    even = costs_of(model, options, sizes, options.home(stages), batch, seq_len, grid.flops, loss, tensor, sequence)
+    home = options.home(stages)
+    even = costs_of(model, options, sizes, home, batch, seq_len, grid.flops, loss, tensor, sequence, dtype)
     sum_s = grid.sum_s(4.0 * batch * seq_len * model.config.hidden_size / sequence, tensor)
     # Half of attention's messages go forward, and each pass stands for two sums.
     costs = grid.launched(with_sums(even, sizes, sum_s + attention_s / 4))
@@ -224,18 +227,18 @@ def with_sums(costs: Costs, sizes: Sequence[int], sum_s: float) -> Costs:
 
 def costs_of(
     model: Llama, options: Pipeline, sizes: Sequence[int], home: Sequence[int], batch: int, seq_len: int, flops: float,
-    loss: str = "auto", tensor: int = 1, sequence: int = 1,
+    loss: str = "auto", tensor: int = 1, sequence: int = 1, dtype: str = "fp32",
 ) -> Costs:  # fmt: skip
     """The costs of one micro-batch. A backward has twice the operations of the forward."""
     loss, _ = loss_in_effect(loss, batch * seq_len, model.config.vocab_size)
     # A spread head has logits.
     loss = "plain" if options.head == SPREAD else loss
-    layer, ends = layer_and_ends(model.config, seq_len, is_cut=loss == "cut", tensor=tensor)
+    layer, ends = layer_and_ends(model.config, seq_len, is_cut=loss == "cut", tensor=tensor, dtype=dtype)
     work = [num * layer.operations / sequence for num in sizes]
-    kept = [num * layer.kept_bytes / sequence for num in sizes]
+    kept = [num * layer.kept(batch / sequence) for num in sizes]
     if options.head != SPREAD:
         work[-1] += ends.operations / sequence
-        kept[-1] += ends.kept_bytes / sequence
+        kept[-1] += ends.kept(batch / sequence)
     num_elements = batch * seq_len * model.config.hidden_size // sequence
     seconds = tuple(batch * each / flops for each in work)
     crossing = options.crossing(0)
@@ -243,7 +246,7 @@ def costs_of(
         (float(-(-crossing.packet_bytes(way, num_elements, torch.float32) // tensor)),) * len(home)
         for way in ("forward", "backward")
     )
-    held, inputs = tuple(batch * each for each in kept), (4.0 * num_elements,) * len(home)
+    held, inputs = tuple(kept), (4.0 * num_elements,) * len(home)
     costs = Costs(seconds, seconds, seconds, forward, backward, held, inputs)
     if options.head != SPREAD:
         return costs

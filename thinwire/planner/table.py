@@ -192,9 +192,12 @@ def reasons_of(found: Search) -> Iterator[str]:
     best = found.fastest[0]
     yield f"Fastest, by the simulation: {best.candidate.flags}"
     for cut, other in found.fastest_of_cuts[1:]:
-        ratio = other.step_s / best.step_s
+        what, more = "a step takes", ""
+        if other.steps != best.steps:
+            what, instead = "the way to the loss takes", f"{seconds_text(best.step_s)} and {best.steps:.3g}"
+            more = f" a step and {other.steps:.3g} times the tokens of exact training, in place of {instead}"
         yield (
-            f"With {cut} a step takes {ratio:.2f} times as long, {seconds_text(other.step_s)}: "
+            f"With {cut} {what} {other.score / best.score:.2f} times as long, {seconds_text(other.step_s)}{more}: "
             f"messages need {seconds_text(other.link_s)} of the busiest link, in place of {seconds_text(best.link_s)}."
         )
     if found.too_large:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire.cost import Machine
 from thinwire.cost.trace import merged, trace_events
-from thinwire.options import EXPERTS, PIPELINE, SEQUENCE
+from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, Tables
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.memory import figure_of
 from thinwire.planner.objective import Objective
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Priced, Search
+from thinwire.planner.settings import name_of
 from thinwire.planner.traced import link_bytes, link_messages, spans_of
 from thinwire.report.units import seconds_text
 from thinwire.table import Row
@@ -47,11 +48,12 @@ class TrainingPlan:
         """The settings for `thinwire train`, by the names of its configuration; tables of options by table name."""
         way = self.best.candidate
         found: dict[str, Any] = {
-            "strategy": way.strategy, "micro_batch": way.micro_batch, "tokens_per_step": self.tokens_per_step,
+            "strategy": name_of(way.strategy), "micro_batch": way.micro_batch, "tokens_per_step": self.tokens_per_step,
             "seq_len": self.seq_len, "local_size": self.machine.local_size,
         }  # fmt: skip
         if way.outer:
-            found |= {"strategy": way.outer, "inner": way.strategy, "local_size": way.num_ranks // way.islands}
+            size = way.num_ranks // way.islands
+            found |= {"strategy": name_of(way.outer), "inner": way.strategy, "local_size": size}
         if self.best.order != tuple(range(self.machine.num_ranks)):
             found["order"] = self.best.order
         if way.tensor > 1:
@@ -64,7 +66,7 @@ class TrainingPlan:
             found[EXPERTS] = {"parallel": way.experts, **dict(way.travel)}
         if way.stages > 1:
             found |= {"stages": way.stages, PIPELINE: way.options}
-        return found
+        return found | way.settings
 
     def to_json(self) -> str:
         """The content of plan.json: the prediction, other candidates, the links, the timeline of the simulated step."""
@@ -142,3 +144,10 @@ def fastest_of_kinds(found: Iterable[Priced], but: Priced) -> Iterator[Priced]:
         if (kind := kind_of(priced.candidate)) not in seen:
             seen.add(kind)
             yield priced
+
+
+def with_tables(values: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
+    """The settings of a plan, with their tables of options put over those that are stated, as "tables"."""
+    own = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+    both = {name: {**tables.get(name, {}), **value} for name, value in own.items()}
+    return {name: value for name, value in values.items() if name not in own} | {"tables": {**tables, **both}}

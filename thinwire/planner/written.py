@@ -15,7 +15,7 @@ from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.pipeline.across import STAGES
 from thinwire.models import Llama, build_skeleton
-from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, model_table
+from thinwire.options import PIPELINE, model_table
 from thinwire.planner.choice import unpriced
 from thinwire.planner.memory import Estimator, fitted, read_runs
 from thinwire.planner.outputs import prediction_of, wrong_outputs
@@ -23,11 +23,14 @@ from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.sizes import wrong_sizes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
-from thinwire.planner.training_plan import TrainingPlan
+from thinwire.planner.training_plan import TrainingPlan, with_tables
+from thinwire.report.units import bytes_text
 from thinwire.run.config import TrainConfig
 from thinwire.run.settings import to_toml
 
 SEQUENCES = 8
+# A width that differs by this factor from the measured one computes at a rate of its own.
+FAR = 1.5
 
 
 def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
@@ -62,7 +65,7 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     found = plan(
         config.model, machine, tokens_per_step=tokens_of(config, machine), seq_len=config.seq_len,
         micro_batch=config.micro_batch, memory_bytes=memory, strategies=names, stages=config.stages, dtype=config.dtype,
-        vocab_size=load_tokenizer(config.tokenizer).vocab_size, tables=config.tables,
+        loss=config.loss, vocab_size=load_tokenizer(config.tokenizer).vocab_size, tables=config.tables,
         estimator=None if learnt is None else learnt[0],
     )  # fmt: skip
     if config.verify > len(found.search.fastest):
@@ -71,6 +74,8 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
             f"{len(found.search.fastest)}"
         )
     show(found)
+    if memory is not None and memory > machine.memory_bytes:
+        print(f"--memory {config.memory}: {bytes_text(machine.memory_bytes)} (a rank of the machine has no more)")
     if learnt is not None:
         print(f"memory of a process: {learnt[1]}")
     return found
@@ -125,7 +130,7 @@ def show(found: TrainingPlan) -> None:
         console.print(f"{asked}: {effect} ({why})")
     console.print(f"Links and cores were measured {found.machine.measured_at or 'at an unknown time'}.")
     console.print(f"Objective: {found.objective.why}.")
-    for line in not_measured(found.machine):
+    for line in (*not_measured(found.machine), *other_width(found)):
         console.print(line)
 
 
@@ -143,16 +148,22 @@ def not_measured(machine: Machine) -> Iterator[str]:
         )
 
 
+def other_width(found: TrainingPlan) -> Iterator[str]:
+    """A sentence about a model whose layers are wider or narrower than those that were measured."""
+    kind, own = found.pricing.layer, found.pricing.model.config.hidden_size
+    measured = int(kind.split()[1])
+    if not 1 / FAR < measured / own < FAR:
+        yield (
+            f"No layer of {own:,} features was measured: the rate and the fixed cost of a pass are those of "
+            f"{measured:,}. To plan with its own: `thinwire calibrate --models`, with a preset of that width."
+        )
+
+
 def training(config: PlanConfig, found: TrainingPlan, prediction: Path) -> TrainConfig:
     """The configuration that follows a plan."""
-    values = found.values
-    tables = dict(config.tables)
-    for name in (PIPELINE, SEQUENCE, EXPERTS):
-        tables[name] = {**tables.get(name, {}), **values.pop(name, {})}
-    machine = found.machine
+    values, machine = with_tables(found.values, config.tables), found.machine
     base = TrainConfig(
-        model=config.model, tokenizer=config.tokenizer, dtype=config.dtype, plan=str(prediction.absolute()),
-        workers=machine.local_size, nodes=machine.num_ranks // machine.local_size,
-        tables={name: held for name, held in tables.items() if held},
+        model=config.model, tokenizer=config.tokenizer, dtype=config.dtype, loss=config.loss,
+        plan=str(prediction.absolute()), workers=machine.local_size, nodes=machine.num_ranks // machine.local_size,
     )  # fmt: skip
     return replace(base, **values)

@@ -24,10 +24,10 @@ from thinwire.methods.pipeline import (
     recompute,
     simulate,
 )
+from thinwire.methods.pipeline.clock import PipelineClock
 from thinwire.methods.pipeline.drift import plan_from, plan_text
 from thinwire.methods.pipeline.orders import from_torch
 from thinwire.methods.pipeline.recompute import fastest_within, mode_of
-from thinwire.methods.pipeline.simulate import PipelineClock
 
 
 def even(made: Plan, **costs: float) -> Costs:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,10 @@ class Dion(DDPMethod):
     @property
     def codecs(self) -> tuple[Codec, ...]:
         return (self.make(),)
+
+    @property
+    def worth_trying(self) -> Sequence[Mapping[str, Any]]:
+        return {"rank": 8}, {"rank": 32}, {"rank": 64}
 
     def make(self) -> Codec:
         """The codec of the factors."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,10 @@ class PowerSGD(Plannable):
     @property
     def settled_after(self) -> int:
         return self.start_step
+
+    @property
+    def worth_trying(self) -> Sequence[Mapping[str, Any]]:
+        return {"rank": 2}, {"rank": 8}, {"rank": 16}
 
     def sample(self) -> Sequence[Tensor]:
         return thin_products()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from thinwire.codecs import Identity
 from thinwire.errors import ConfigError
@@ -43,6 +44,11 @@ class SDP4Bit(LoCoOptions, RowsMethod):
         self.check_loco(self.matrix(), self.vector())
         if all(codec == Identity() for codec in self.codecs):
             raise ConfigError("sdp4bit with everything in fp32 compresses nothing; use strategy 'zero'")
+
+    @property
+    def worth_trying(self) -> Sequence[Mapping[str, Any]]:
+        # More bits where links are fast, fewer where those inside a node are slow too.
+        return {"inter_gradients": self.intra_gradients}, {"intra_gradients": self.inter_gradients}
 
     def matrix(self) -> WireFormat:
         weights, intra = codec_of(self, "weights"), codec_of(self, "intra_gradients")

@@ -19,6 +19,7 @@ class DiLoCo(IslandsMethod):
     """
 
     name: ClassVar[str] = "diloco"
+    periods: ClassVar[tuple[int, ...]] = (50, 500)
 
     outer_lr: float = 0.7
     """Learning rate of the outer step; above 0."""

@@ -20,6 +20,7 @@ class LocalSGD(IslandsMethod):
     """
 
     name: ClassVar[str] = "local-sgd"
+    periods: ClassVar[tuple[int, ...]] = (8, 32)
 
     sync_every: int = 16
     start_after: int = 0

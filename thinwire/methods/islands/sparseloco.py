@@ -26,6 +26,7 @@ class SparseLoCo(IslandsMethod):
     """
 
     name: ClassVar[str] = "sparseloco"
+    periods: ClassVar[tuple[int, ...]] = (30, 50)
 
     sync_every: int = 15
     """Inner steps H between two exchanges of one fragment; at least 1."""

@@ -18,6 +18,7 @@ class StreamingDiLoCo(IslandsMethod):
     """
 
     name: ClassVar[str] = "streaming-diloco"
+    periods: ClassVar[tuple[int, ...]] = (30,)
 
     num_fragments: int | None = None
     """Fragments P of the model, from 1 to its number of layers; by default one for each three layers."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -35,6 +35,8 @@ class IslandsMethod(Front, Method):
 
     name: ClassVar[str]
     shards_optimizer: ClassVar[bool] = False
+    # Numbers of steps between exchanges that are worth trying, besides the default.
+    periods: ClassVar[tuple[int, ...]] = ()
     not_inside_islands: ClassVar[str] = "is itself a method of islands, and islands have no islands"
 
     inner: Method = field(default_factory=DDP, kw_only=True)
@@ -83,6 +85,11 @@ class IslandsMethod(Front, Method):
     def exchanges_every(self) -> int:
         """See Method."""
         return self.sync_every
+
+    @property
+    def worth_trying(self) -> Sequence[Mapping[str, Any]]:
+        """See Method: other periods."""
+        return [{"sync_every": period} for period in self.periods]
 
     @property
     def not_measured(self) -> str:

@@ -1,0 +1,117 @@
+"""Which of all candidates are simulated: those that closed forms find fast and small, and the first of each kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+
+from thinwire.errors import ConfigError
+from thinwire.planner.candidates import Candidate
+from thinwire.planner.choice import StrategyChoice
+from thinwire.planner.islands import islands_of, price, roughly_islands
+from thinwire.planner.pricing import Pricing
+from thinwire.planner.rough import rough_bytes, rough_s
+from thinwire.planner.search import Priced, Search, as_kept, ranked
+
+# Candidates that are simulated: the fastest by closed forms that fit; and where none fits, as many more whose passes
+# are the smallest.
+NUM_SIMULATED, NUM_SMALLEST = 24, 96
+# What closed forms say of memory may be too much by this factor.
+SLACK = 1.25
+
+
+def searched(
+    listed: Sequence[Candidate], pricing: Pricing, choice: StrategyChoice, memory: float, budget: float | None
+) -> Search:
+    """Price the candidates that closed forms find fast; where none of these fits, those of the smallest passes too.
+
+    memory: of a rank, in bytes. budget: what of it is stated, beyond which a disk is tried.
+    """
+
+    @cache
+    def price_of(way: Candidate) -> Priced:
+        return replace(price(pricing, way), steps=choice.objective.of(way))
+
+    def rank(chosen: set[Candidate]) -> Search:
+        """In the order of `candidates`, which decides between equally fast ones."""
+        on_disk = [] if budget is None else with_disk((way for way in may_run if way in chosen or way in large), budget)
+        return ranked([*(way for way in listed if way in chosen), *on_disk], price_of, memory, choice.why_not)
+
+    rough = {way: roughly(pricing, way) * choice.objective.of(way) for way in listed}
+    by_speed = sorted(listed, key=rough.__getitem__)
+    may_run = [way for way in by_speed if not choice.why_not(way)]
+    large = {way for way in by_speed if rough[way] < math.inf and not roughly_fits(pricing, way, memory)}
+    chosen = set(fastest_fitting((way for way in may_run if way not in large), price_of, memory))
+    # Of each kind one that fits, if there is one.
+    chosen |= first_of_kinds(sorted(by_speed, key=large.__contains__), choice)
+    found = rank(chosen)
+    if found.fastest or not found.too_large:
+        return found
+    rest = (way for way in may_run if way not in chosen)
+    smallest = sorted(rest, key=lambda way: (way.micro_batch / way.sequence / way.tensor, -way.stages))
+    return rank(chosen | set(smallest[:NUM_SMALLEST]))
+
+
+def fastest_fitting(
+    by_speed: Iterable[Candidate], price_of: Callable[[Candidate], Priced], memory: float
+) -> Iterator[Candidate]:
+    """Yield candidates from the first on, until NUM_SIMULATED of them fit, or NUM_SMALLEST can't run.
+
+    Of ways that differ in what they recompute alone, those after the first that fits are left out.
+    """
+    fitting: set[Candidate] = set()
+    num_refused = 0
+    for way in by_speed:
+        if len(fitting) == NUM_SIMULATED or num_refused == NUM_SMALLEST:
+            return
+        if as_kept(way) not in fitting:
+            yield way
+            try:
+                if price_of(way).memory_bytes <= memory:
+                    fitting.add(as_kept(way))
+            except ConfigError:
+                # Why is told when it is ranked.
+                num_refused += 1
+
+
+def first_of_kinds(by_speed: Iterable[Candidate], choice: StrategyChoice) -> set[Candidate]:
+    """The first candidate of each mesh, and of each strategy on the data axis alone and beside stages.
+
+    Of settings that are not to be chosen, the first of each; of islands of several machines, that of each method.
+    """
+    first: dict[tuple[int | str, ...], Candidate] = {}
+    for way in by_speed:
+        if way.nodes > 1 or not choice.aside.isdisjoint((way.strategy, way.outer)):
+            first.setdefault((way.strategy if way.nodes == 1 else "", way.outer), way)
+            continue
+        first.setdefault((way.stages, way.tensor, way.sequence, way.experts, way.outer, way.islands), way)
+        if way.tensor * way.sequence * way.experts == 1 and not way.outer:
+            first.setdefault((way.stages, way.strategy), way)
+    return set(first.values())
+
+
+def roughly(pricing: Pricing, way: Candidate) -> float:
+    """Seconds of a step by closed forms; infinite for what can't run."""
+    try:
+        return roughly_islands(pricing, way) if way.outer else rough_s(pricing, way)
+    except ConfigError:
+        # It says why when it is priced.
+        return math.inf
+
+
+def roughly_fits(pricing: Pricing, way: Candidate, memory: float) -> bool:
+    """Whether a candidate may fit by closed forms. Those of a mixture whose ranks share experts always may."""
+    if memory == math.inf or way.experts > 1:
+        return True
+    own = pricing.on(islands_of(pricing, way)[0]) if way.outer else pricing
+    return rough_bytes(own, way.inside) <= SLACK * memory
+
+
+def with_disk(ways: Iterable[Candidate], memory_bytes: float) -> list[Candidate]:
+    """The first ways of which a part can lie on a disk, under this budget: those whose ranks are a data axis alone."""
+    budget = f"{int(memory_bytes / 1e6)}mb"
+    alone = (way for way in ways if way.sharing == way.num_ranks and way.sequence * way.experts == 1)
+    return [replace(way, memory=budget) for way in islice(alone, NUM_SIMULATED)]

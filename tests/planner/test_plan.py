@@ -434,7 +434,8 @@ def test_ranks_may_share_the_experts_of_a_mixture() -> None:
     way = ways["data=2,expert=2"]
     shown = replace(found, search=replace(found.search, fastest=(way,)))
     table = shown.values["experts"]
-    assert table["parallel"] == 2 and table.keys() == {"parallel", "move", "route", "chunks", "chunks_back"}
+    assert table["parallel"] == 2
+    assert table.keys() == {"parallel", "move", "route", "chunks", "chunks_back", "once_a_step"}
     assert f"--experts.move {table['move']}" in way.candidate.flags
     told = json.loads(shown.to_json())
     assert sum(each or 0 for each in told["link_bytes"][0]) == pytest.approx(told["predicted"]["sent_bytes"])

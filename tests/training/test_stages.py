@@ -179,6 +179,9 @@ def test_a_run_that_skips_stages_goes_on_along_the_same_paths(runs: RunsOfRanks)
     [
         (("--stages", "3"), "--stages 3: must divide the 4 ranks; nearest: --stages 2"),
         (("--stages", "4", "--llama.num-hidden-layers", "3"), "the model has 3 layers, .* 2, or --llama"),
+        # Beside a fault in the options, too.
+        (("--stages", "4", "--llama.num-hidden-layers", "3", "--pipeline.skip", "0.25"), "the model has 3 layers"),
+        (("--stages", "4", "--strategy", "fsdp", "--pipeline.skip", "0.25"), "fsdp can't train the stages"),
         (("--stages", "2", "--pipeline.layers", "3,2"), "must be 2 numbers .* that add up to the model's 4 layers"),
         (("--stages", "4", "--pipeline.plan", "dualpipe-v"), "4 stages, 2 chunk"),
         (("--stages", "2", "--pipeline.plan", "dualpipe-v", "--tokens-per-step", "128"), "nearest that works: 4"),

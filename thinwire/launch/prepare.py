@@ -55,7 +55,7 @@ from thinwire.models.hf import check_hf, look_into
 from thinwire.models.kept import is_pruned
 from thinwire.models.moe import check_axes
 from thinwire.optim import WHOLE
-from thinwire.options import check_unused, model_table
+from thinwire.options import PIPELINE, check_unused, model_table
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
 from thinwire.run.config import AUTO, TrainConfig, derive, range_errors, with_derived
@@ -115,6 +115,8 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             if run.pipeline is not None:
                 check_recovers(run.pipeline, run.strategy, config.mesh_shape.sizes)
                 check_spread(run.pipeline, run.strategy, config.mesh_shape.sizes)
+        elif not wrong_numbers and not config.chooses_stages and (bare := without_options(config)) is not None:
+            check_pipeline(config, bare, model)
         if run is not None and not wrong_numbers and model is not None:
             check_sequence(config, run, model)
             check_expert_ranks(config, run, model)
@@ -124,6 +126,13 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
     problems.note(check_teacher, config, run)
     problems.note(check_documents, config)
     return run
+
+
+def without_options(config: TrainConfig) -> Run | None:
+    """The run with a pipeline's default options, so that faults in those stated hide no others; None: more is wrong."""
+    with suppress(ConfigError):
+        return Run.of(replace(config, tables={key: own for key, own in config.tables.items() if key != PIPELINE}))
+    return None
 
 
 def model_rows(config: TrainConfig) -> list[Row]:

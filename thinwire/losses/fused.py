@@ -45,6 +45,8 @@ class FusedCrossEntropy(torch.autograd.Function):
             norm = weights.sum(1, keepdim=True)
             lse = norm.log() + peak
             total += (lse - correct + z_loss * lse.square()).sum()
+            if not any(ctx.needs_input_grad):
+                continue
             grad = weights.mul_((1 + 2 * z_loss * lse).mul_(scale).div_(norm))
             grad.scatter_add_(1, aims, torch.full_like(correct, -scale))
             if slope is not None:

@@ -1,24 +1,25 @@
 """How far predictions of `thinwire plan` are from measured steps, and what choosing by them costs.
 
-    python benchmarks/planner.py [--rates 100mbit 200mbit 400mbit] [--strategies ...] [--steps 12] [--even-only]
+    python benchmarks/planner.py [--rates 100mbit 800mbit] [--strategies ...] [--steps 10] [--even-only]
         [--out FILE] [--most 3]
     python benchmarks/planner.py --report      # run nothing; write the page and the picture anew
     python benchmarks/planner.py --anew        # calibrate and predict anew, beside the steps that were measured
 
-24 cells: four strategies, three rates, each network as it is and with node 3 at a quarter of its rate. Four nodes of
-the lab train the demo model (9.7 million parameters) on 2 sequences of 256 tokens a rank, 12 steps in each cell, of
-which the first do not count. Before the cells of a network its ranks are calibrated with `--models demo`, about 20 s,
-and every strategy is predicted without stages, about 1 s; no measured step is used for a prediction. By the predicted
-steps a cell takes 15 s to 3 minutes on two idle cores, most with `zero` at 25 Mbit/s, and all of them 22 minutes. Cells
-that are in FILE are not measured again; --most ends after so many.
+40 cells: four strategies and a pipeline of four stages, four rates, each network as it is and with node 3 at a quarter
+of its rate. Four nodes of the lab train the demo model (9.7 million parameters) on 2,048 tokens a step, 10 steps in
+each cell, of which the first do not count. Strategies have 2 sequences of 256 tokens a rank; the pipeline has the
+order, the micro-batches, the borders and the place of each rank that are planned for its network. Before the cells of a
+network its ranks are calibrated with `--models demo`, about 30 s, and everything is predicted, about 2 s; no measured
+step is used for a prediction. By the predicted steps a cell takes 15 s to 3 minutes on two idle cores, most with `zero`
+at 25 Mbit/s, and all of them 40 minutes. Cells that are in FILE are not measured again; --most ends after so many.
 
 Prints for each cell the predicted and the measured median step and memory, and the parts of a step; at the end medians,
 how far each part of a step is missed, and the regret: the measured step of the strategy that was chosen, over the
-fastest measured one of its network. It is a regret among these four strategies, all of them without stages. Beside the
-plan stand other ways to choose: always one strategy, which needs no trial, as torchtitan does, whose default is FSDP
-over all ranks; running some of them, as DeepSpeed's autotuner does with the stages of ZeRO; running all of them. None
-of these is run: the cells of this project stand for them. The factor of the memory comes from runs of the same model,
-so the memory of the cells is no new test of it. With the usual FILE it writes table and picture to docs/tasks/plan.md.
+fastest measured one of its network. It is a regret among these five ways. Beside the plan stand other ways to choose:
+always one strategy, which needs no trial, as torchtitan does, whose default is FSDP over all ranks; running some of
+them, as DeepSpeed's autotuner does with the stages of ZeRO; running all of them. None of these is run: the cells of
+this project stand for them. The factor of the memory comes from runs of the same model, so the memory of the cells is
+no new test of it. With the usual FILE it writes table and picture to docs/tasks/plan.md.
 
 The cores of one machine serve all nodes, so measure on an idle one. Each cell records the machine's load before it.
 """
@@ -29,12 +30,14 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,9 +57,12 @@ RESULTS, README_ROWS, PICTURE, PAGE = (ROOT / name for name in (
 ))  # fmt: skip
 BEGIN, END = "<!-- planner:begin -->", "<!-- planner:end -->"
 NODES, SEQUENCES, SEQ_LEN = 4, 2, 256
-STRATEGIES = ("zero-bf16", "sdp4bit", "ddp-bf16", "zero")
+TOKENS = NODES * SEQUENCES * SEQ_LEN
+# A pipeline over all nodes, with the order and the borders that are planned for its network.
+PIPELINE = f"zero[stages={NODES}]"
+STRATEGIES = ("zero-bf16", "sdp4bit", "ddp-bf16", "zero", PIPELINE)
 PARTS = ("compute_s", "exposed_comm_s")
-RATES = ("100mbit", "200mbit", "400mbit")
+RATES = ("100mbit", "200mbit", "400mbit", "800mbit")
 # Other ways to choose: what each can choose from, and whether it runs all of that first. Cells of this project stand
 # for them. torchtitan's default gathers weights in bf16 and sums gradients in fp32: as much as zero sends if weights
 # are gathered for the forward and again for the backward, three quarters if once. The stages of ZeRO that DeepSpeed's
@@ -109,14 +115,16 @@ def predicted(spec: LabSpec, strategies: list[str], folder: Path) -> tuple[dict[
     file, start = folder / "machine.json", time.perf_counter()
     in_lab(spec, ["calibrate", "--models", "demo", "--out", str(file)])
     calibrated_s, machine, start = time.perf_counter() - start, Machine.read(file), time.perf_counter()
-    found = plan(
-        "demo", machine, tokens_per_step=NODES * SEQUENCES * SEQ_LEN, seq_len=SEQ_LEN, micro_batch=SEQUENCES,
-        strategies=strategies, stages=1,
-    )  # fmt: skip
+    planned = partial(plan, "demo", machine, tokens_per_step=TOKENS, seq_len=SEQ_LEN, micro_batch=SEQUENCES)
+    by_name: dict[str, Any] = {}
+    if plain := [name for name in strategies if name != PIPELINE]:
+        ways = planned(strategies=plain, stages=1).search.fastest
+        ways = [each for each in ways if each.candidate.micro_batch == SEQUENCES]
+        by_name = {name: next(each for each in ways if each.candidate.strategy == name) for name in plain}
+    if PIPELINE in strategies:
+        by_name[PIPELINE] = planned(strategies=["zero"], stages=NODES).best
     planned_s = time.perf_counter() - start
     print(f"{spec}: calibrated in {calibrated_s:.0f} s, planned in {planned_s:.1f} s", flush=True)
-    ways = [each for each in found.search.fastest if each.candidate.micro_batch == SEQUENCES]
-    by_name = {name: next(each for each in ways if each.candidate.strategy == name) for name in strategies}
     return by_name, calibrated_s, planned_s
 
 
@@ -125,10 +133,11 @@ def cells(spec: LabSpec, strategies: list[str], steps: int, folder: Path) -> Ite
     ways, calibrated_s, planned_s = predicted(spec, strategies, folder)
     for name, way in ways.items():
         run_dir, load = folder / name, os.getloadavg()[0]
+        order = ["--order", *map(str, way.order)] if way.order != tuple(range(NODES)) else []
         in_lab(spec, [
-            "train", "--strategy", name, "--model", "demo", "--steps", str(steps), "--micro-batch", str(SEQUENCES),
-            "--dtype", "fp32", "--eval-sequences", "0", "--sample-tokens", "0", "--checkpoint-every", "0", "--run-dir",
-            str(run_dir),
+            "train", *shlex.split(way.candidate.flags), *order, "--model", "demo", "--steps", str(steps),
+            "--tokens-per-step", str(TOKENS), "--dtype", "fp32", "--eval-sequences", "0", "--sample-tokens", "0",
+            "--checkpoint-every", "0", "--run-dir", str(run_dir),
         ])  # fmt: skip
         summary, run = json.loads((run_dir / "summary.json").read_text()), read_run(run_dir)
         yield Cell(
@@ -261,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--even-only", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--most", type=int, default=1000, help="end after so many cells")

@@ -156,16 +156,16 @@ def in_training(folder: Path, steps: int) -> None:
         (busy if number % 3 == 1 else plain).append(time.perf_counter() - start)
         if number % 3 == 0:
             start = time.perf_counter()
-            trainer._save()
+            trainer.checkpoints.save(trainer.step)
             stalls.append(time.perf_counter() - start)
         if number % 3 == 1:
-            trainer.saver.wait()
+            trainer.checkpoints.saver.wait()
     step, stall, during = map(statistics.median, (plain[1:], stalls[1:], busy[1:]))
     print(
         f"demo model, 1 rank: step {step:.3f} s; it stands still {stall:.4f} s for a save, {stall / step:.1%} of a step"
     )
     print(f"a step while a save is written takes {during / step:.2f} of one without")
-    trainer.saver.close()
+    trainer.checkpoints.saver.close()
     trainer.optimizer.close()
 
 

@@ -261,7 +261,8 @@ def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
         }
         until = mean_if_all([steps_to(own[seed], targets[seed]) for seed in seeds], steps)
         found.append({
-            "model": model, "steps": steps, "method": name, "text": METHODS[name], "lr": lr, "seeds": len(seeds),
+            "model": model, "steps": steps, "methods": len(METHODS), "method": name, "text": METHODS[name], "lr": lr,
+            "seeds": len(seeds),
             "loss": statistics.fmean(losses), "loss_error": standard_error(losses),
             "gap": statistics.fmean(gaps), "gap_error": standard_error(gaps),
             "sent_bytes": statistics.fmean(own[seed]["curve"][-1][2] for seed in seeds), "minutes": minutes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,3 +135,20 @@ def test_the_lab_has_the_delay_of_the_machine_or_it_is_said(monkeypatch: pytest.
     lab, told = emulated(far)
     assert lab.delay is None
     assert told == ["links have no delay there, and 49.5ms were measured: this kernel has no netem queue"]
+
+
+def test_the_lab_limits_no_link_whose_rate_is_unknown_or_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulate, "LabNetwork", lambda spec: SimpleNamespace(close=lambda: None))
+    lab, (told,) = emulated(machine(math.inf))
+    assert str(lab) == "nodes=4,rate=none,local_size=1"
+    assert told == "of some links no rate is known: they have no limit there"
+    # 24 Gbit/s, and one link of 100 Mbit/s; then one node of 10 Mbit/s.
+    fast = machine(3e9)
+    lab, (told,) = emulated(linked(fast, dict.fromkeys([(0, 2), (2, 0)], FAST), {}))
+    assert str(lab) == "nodes=4,rate=none,local_size=1,link=0-2:100000kbit"
+    assert told.startswith("24 Gbit/s were measured: above 20gbit links have no limit there")
+    lab, _ = emulated(linked(fast, {pair: SLOW for pair in fast.network.pairs if 3 in pair}, {}))
+    assert str(lab) == "nodes=4,rate=none,local_size=1,slow=3:10000kbit"
+    assert lab_of(machine(2.5e9)).rate == "20000000kbit"
+    lab, (told,) = emulated(machine(50e3))
+    assert lab.rate == "1000kbit" and told == "400 kbit/s were measured: the slowest links have 1mbit there"

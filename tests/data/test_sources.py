@@ -110,6 +110,10 @@ def test_a_missing_path_names_its_nearest_sibling(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds nothing$"):
         list(documents(f"{tmp_path}/nots/"))
     (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/.hidden").write_text("z")
+    with pytest.raises(ConfigError, match=r"holds notes$"):
+        list(documents(f"{tmp_path}/nots/"))
+    (tmp_path / "notes/today.txt").write_text("z")
     with pytest.raises(ConfigError, match=r"did you mean '.*notes'"):
         list(documents(f"{tmp_path}/nots/"))
     with pytest.raises(ConfigError, match=r"holds corpus.txt, nodes.txt, notes, other.md"):
@@ -120,6 +124,15 @@ def test_a_missing_path_names_its_nearest_sibling(tmp_path: Path) -> None:
         list(documents(""))
     with pytest.raises(ConfigError, match="did you mean 'stdlib'"):
         list(documents("stdlb"))
+
+
+def test_a_folder_of_another_name_is_not_suggested(tmp_path: Path) -> None:
+    fill(tmp_path, tests__a_py="x")
+    with pytest.raises(ConfigError, match=r"; '.*' holds tests$"):
+        list(documents(f"{tmp_path}/notes/"))
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ConfigError, match=r"is empty; give a file or a folder that holds text, or 'stdlib'$"):
+        list(documents(f"{tmp_path}/notes/"))
 
 
 def test_what_is_no_ordinary_file_is_said(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from pathlib import Path
 
+import numba
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +17,10 @@ from tests.methods.test_compressed import Matrices, gradients
 from tests.workers import run_workers
 from thinwire.codecs.backends import without_kernels
 from thinwire.collectives import Topology
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
+from thinwire.launch.prepare import prepare
 from thinwire.methods.data.demo import DeMo, block_sides, codec_of_shape, from_blocks, to_blocks
+from thinwire.run.config import TrainConfig
 
 # A matrix and a vector that no chunk divides, and a stack of matrices.
 SHAPES = ((7, 54), (29,), (3, 16, 12))
@@ -186,3 +191,25 @@ def test_plain_sgd_keeps_nothing_for_a_parameter() -> None:
     model = torch.nn.Linear(8, 8)
     assert thinwire.DeMo().plan(model, Topology(2, 1), 1).optimizer == 0
     assert thinwire.PowerSGD().plan(model, Topology(2, 1), 1).optimizer == 8 * 72
+
+
+def test_the_transforms_are_compiled_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also inside islands. What a step calls is of the types that were compiled."""
+    kernels = importlib.import_module("thinwire.codecs.kernels.cosines")
+    called: set[tuple[object, ...]] = set()
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(kernels, name, lambda *values, name=name: called.add((name, *map(numba.typeof, values))))
+    (tmp_path / "data.txt").write_text("some words to learn\n" * 200)
+    compiled = []
+    for strategy, inner in (("demo", None), ("sparseloco", "demo")):
+        config = TrainConfig(
+            model="tiny", data=str(tmp_path / "data.txt"), cache_dir=str(tmp_path / "cache"), strategy=strategy,
+            inner=inner, workers=2, local_size=1, steps=60, seq_len=16, micro_batch=2, dtype="fp32",
+            run_dir=str(tmp_path / strategy),
+        )  # fmt: skip
+        prepare(config, Problems())
+        compiled.append(set(called))
+        called.clear()
+    x = torch.zeros(12, 54)
+    from_blocks(to_blocks(x, 64, torch.empty(x.numel())), x, subtract=True)
+    assert len(called) == 2 and compiled == [called, called]

@@ -15,11 +15,14 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.methods.data.dgc import DGC
 from thinwire.methods.data.powersgd import PowerSGD
 from thinwire.models import build_skeleton
+from thinwire.optim import OPTIMIZERS
 from thinwire.options import has_islands
 from thinwire.planner.command import run_explain
-from thinwire.planner.explain import explain
+from thinwire.planner.explain import explain, strategy_of
 from thinwire.planner.options import ExplainConfig
 from thinwire.registry import STRATEGIES
+from thinwire.run.config import TrainConfig
+from thinwire.run.run import optimizer_of
 
 SUMS = [("projected gradients", level) for level in ("intra", "inter")]
 # Methods that begin with steps of another kind begin with fewer.
@@ -144,14 +147,45 @@ def test_an_optimizer_of_choice_is_counted() -> None:
 
 def test_an_optimizer_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, why in {
-        "--strategy dgc": "strategy dgc keeps the momentum",
-        "--strategy diloco": "ask for what trains them, such as --strategy ddp",
-        "--strategy zero --tensor 2": "counted on the data axis alone",
+        "--strategy dgc --optimizer apollo": "does not fit strategy dgc, which keeps the momentum of SGD itself; ",
+        "--strategy dgc --optimizer sgd-plain": "its state is not counted; counted are dgc-sgd; nearest: leave it out",
+        "--strategy zero,demo --optimizer adamm": "no such optimizer; did you mean 'adamw'",
+        "--strategy zero --tensor 2 --optimizer muon": "counted on the data axis alone",
+        "--strategy zero --tensor 2 --optimizer apollo": "needs whole tensors, which --mesh data=1,tensor=2 cuts",
+        "--optimizer lans": "no strategy's plan counts its state; counted are adamw, muon",
     }.items():
         with pytest.raises(ConfigError, match=why):
-            run_explain([*flags.split(), "--optimizer", "apollo"])
+            run_explain([*flags.split(), "--model", "tiny"])
     assert run_explain(["--optimizer", "apollo-mini", "--model", "tiny"]) == 0
     assert "strategy dgc: left out" in capsys.readouterr().out
+    assert run_explain(["--optimizer", "sgd-plain", "--model", "tiny"]) == 0
+    assert "fp32, sgd-plain. " in (told := capsys.readouterr().out) and " demo " in told and " zero " not in told
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_a_run_refuses_is_refused_with_the_same_words(optimizer: str) -> None:
+    refused: dict[str, str] = {}
+    for name in STRATEGIES:
+        try:
+            optimizer_of(TrainConfig(strategy=name, optimizer=optimizer), strategy_of(name, ExplainConfig()), None)
+        except ConfigError as error:
+            refused[name] = str(error)
+    with pytest.raises(ConfigError) as caught:
+        explain(ExplainConfig(strategy=",".join(refused), optimizer=optimizer, model="tiny"), Problems())
+    assert set(caught.value.problems) == set(refused.values()) and caught.value.exit_code == 2
+
+
+def test_each_strategy_is_planned_with_its_own_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Muon's of islands steps inside each of them: one momentum for matrices of layers, two moments for others."""
+    model = build_skeleton("tiny", 256, 256, None)
+    one = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".layers." in name)
+    all_of_them = sum(param.numel() for param in model.parameters())
+    assert run_explain(["--strategy", "zero,demo,dgc,muloco", "--model", "tiny", "--nodes", "4"]) == 0
+    assert "fp32, adamw (demo: sgd-plain; dgc: dgc-sgd; muloco: muon). " in capsys.readouterr().out
+    asked: dict[str, Any] = {"strategy": "diloco,muloco", "model": "tiny", "nodes": 4}
+    for optimizer, muon in ((None, ["muloco"]), ("muon", ["muloco", "diloco"]), ("adamw", [])):
+        for name, plan in explain(ExplainConfig(**asked, optimizer=optimizer), Problems()).plans.items():
+            assert plan.optimizer == 4 * (2 * all_of_them - (one if name in muon else 0)), (optimizer, name)
 
 
 def test_all_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:

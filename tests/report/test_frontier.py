@@ -74,14 +74,15 @@ def test_a_plot_of_its_own_brings_its_colours_and_names_only_the_best_of_many() 
 def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> None:
     def row(method: str, at_20: float | None, steps: int = 1000, model: str = "tiny") -> dict[str, object]:
         minutes = {"10": 9.0, "20": at_20, "50": None, "100": None}
-        shown = {"method": f"{method}, as shown", "text": method, "gap": 0.005, "seeds": 3}
-        return {"model": model, "steps": steps, "minutes": minutes} | shown
+        shown = {"method": f"{method}, as shown", "text": method, "gap": 0.005, "gap_error": 0.002, "seeds": 3}
+        return {"model": model, "steps": steps, "methods": 31, "minutes": minutes} | shown
 
     recorded, short = tmp_path / "frontier.json", tmp_path / "short.json"
     other_model = row("short", 1.0, 999, "demo")
     recorded.write_text(json.dumps([other_model, row("slow", 5.0), row("never", None), row("fast", 2.0)]))
     name, measured = recommended(25e6, recorded=recorded)
-    assert name == "fast" and measured.endswith("at 20 Mbit/s: +0.50%; 3 methods, tiny, 1,000 steps, 3 seeds")
+    told = "of the 3 methods measured, out of 31, soonest within 1% of the exact loss at 20 Mbit/s: +0.50% ± 0.20%; "
+    assert name == "fast" and measured == f"{told}tiny, 1,000 steps, 3 seeds"
     # The model that is asked about, where it was measured.
     both = [row("fast", 2.0), row("demo's", 3.0, model="demo")]
     recorded.write_text(json.dumps(both))

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SNIFF_BYTES = 8192
 FEW = 5  # names that a message lists
+ALIKE = 0.75  # least likeness of two names, of which one may be meant for the other
 DOCUMENT_CHARS = 16 * 2**20  # a larger text file is cut at line ends, so that memory stays bounded
 
 
@@ -89,7 +90,7 @@ def open_source(spec: str, text_field: str = "text") -> TextSource:
         files = stdlib_files(root) if spec == "stdlib" else folder_files(root)
         files.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
     if not files:
-        raise ConfigError(f"data {spec!r}: is empty")
+        raise ConfigError(f"data {spec!r}: is empty; give a file or a folder that holds text, or 'stdlib'")
     return TextSource(spec, root, tuple(files), text_field)
 
 
@@ -151,7 +152,7 @@ def folder_files(root: Path) -> list[Path]:
 
 
 def nearest_sibling(path: Path, spec: str) -> str:
-    """Tail of an error message about a missing path: the closest name beside it, or the missing folder.
+    """Tail of an error message about a missing path: the closest name beside it that has text, or the missing folder.
 
     spec: the path as stated; after a / at its end, only folders are meant.
     """
@@ -161,7 +162,8 @@ def nearest_sibling(path: Path, spec: str) -> str:
         beside = sorted(p.name for p in path.parent.iterdir() if not spec.endswith("/") or p.is_dir())
     except OSError as error:
         return f"; {str(path.parent)!r} cannot be listed: {error.strerror}"
-    close = difflib.get_close_matches(path.name, ["stdlib", *beside], n=1, cutoff=0.6)
+    close = difflib.get_close_matches(path.name, ["stdlib", *beside], n=FEW, cutoff=ALIKE)
+    close = [name for name in close if name == "stdlib" or could_serve(path.parent / name)]
     if not close and path.parent == path.parent.parent:
         # Don't suggest folders of the system.
         return ""
@@ -170,6 +172,12 @@ def nearest_sibling(path: Path, spec: str) -> str:
     if not close:
         return f"; {str(path.parent)!r} holds {', '.join(beside) or 'nothing'}"
     return f"; did you mean {'stdlib' if close[0] == 'stdlib' else str(Path(spec).parent / close[0])!r}?"
+
+
+def could_serve(path: Path) -> bool:
+    """Whether a path may hold text: a file that is not empty, or a folder with one; hidden ones don't count."""
+    files = (one for one in ([path] if path.is_file() else path.rglob("*")) if one.is_file() and one.stat().st_size)
+    return any(not any(part.startswith(".") for part in one.relative_to(path.parent).parts) for one in files)
 
 
 def read_file(path: Path, text_field: str) -> Iterator[str]:

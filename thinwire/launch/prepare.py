@@ -276,10 +276,15 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     logging.getLogger("numba").setLevel(logging.WARNING)
     # What the ranks choose later packs like the stand-in, or as borders do.
     codecs = (*run.codecs, *(Pipeline().codecs if config.is_planned_late else ()))
+
+    def compile_kernels() -> None:
+        warm(codecs)
+        run.strategy.warm()
+
     if run.residency is not None and run.residency.memory_bytes is not None:
         # What a compiler leaves in memory would count against the budget of a worker that prepares the run itself.
-        apart(lambda: warm(codecs))
-    warm(codecs)
+        apart(compile_kernels)
+    compile_kernels()
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     if run.residency is not None and run.residency.durable and not config.resume:
         # The steps of a run of the same name are of no use to this one.

@@ -122,6 +122,10 @@ class Method(Protocol):
         """Raise ConfigError if the options do not fit the model, of which only shapes are used."""
         return None
 
+    def warm(self) -> None:
+        """Compile the kernels of its steps that none of its codecs holds, or load them from a cache on disk."""
+        return None
+
     def plan(self, model: nn.Module, topology: Topology, micro_batches: int) -> MethodPlan:
         """Memory and bytes of one rank, computed before anything runs.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,12 +77,23 @@ class Round:
 
     def sent_bytes(self, rank: int) -> dict[str, int]:
         """Payload bytes that a rank sends, by level."""
-        sent = {"intra": 0, "inter": 0}
-        for (sender, receiver), sections in self._messages.items():
-            if sender == rank:
-                is_near = self.grid.node(sender) == self.grid.node(receiver)
-                sent["intra" if is_near else "inter"] += _bytes(sections)
-        return sent
+        return {level: int(sent[rank]) if rank < len(sent) else 0 for level, sent in self._sent.items()}
+
+    @cached_property
+    def _sent(self) -> dict[str, np.ndarray]:
+        """Payload bytes by level and rank, without the messages: packets are aligned, so theirs are a message's."""
+        world_size = max((len(summed.adds) for summed in self.sums.values()), default=0)
+        nodes = np.array([self.grid.node(rank) for rank in range(world_size)])
+        sent = np.zeros((world_size, world_size), np.int64)
+        for summed in self.sums.values():
+            (first, last), (start, stop) = np.array(summed.adds).T[:, :, None], np.array(summed.wants).T[:, None]
+            rows = np.maximum(np.minimum(last, stop) - np.maximum(first, start), 0)
+            np.fill_diagonal(rows, 0)
+            counts, at = np.unique(rows, return_inverse=True)
+            sizes = [PacketSection(summed.codec, int(num) * summed.width, 0).end if num else 0 for num in counts]
+            sent[: len(rows), : len(rows)] += np.array(sizes)[at].reshape(rows.shape)
+        is_near = nodes[:, None] == nodes
+        return {"intra": (sent * is_near).sum(1), "inter": (sent * ~is_near).sum(1)}
 
     def take(
         self, link: Link, partials: Mapping[tuple[str, str], Tensor], seed: int, device: torch.device

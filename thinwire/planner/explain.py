@@ -48,7 +48,7 @@ from thinwire.planner.experts import (
     with_splits,
 )
 from thinwire.planner.forward import kept_of
-from thinwire.planner.optimizers import ADAMW, COUNTED, by_optimizer, why_not_by
+from thinwire.planner.optimizers import ADAMW, COUNTED, by_optimizer, counted_by, why_not_by
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import PLACED, Resident, where_all_lies
 from thinwire.planner.search import Search, exchange_s, search
@@ -56,7 +56,7 @@ from thinwire.planner.stages import Grid, Stages, held_bytes, stages_of
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, enough_text, percent_text, seconds_text, short
-from thinwire.run.optimizer import name_of, read_optimizer
+from thinwire.run.optimizer import check_fits, check_mesh, name_of, read_optimizer
 from thinwire.table import Row
 
 NUM_LAYERS, WIDTH = 32, 1024
@@ -83,7 +83,7 @@ class Explained:
         held: bytes that one rank of a stage holds, by strategy and stage.
         search: what was priced to find the stages.
         resident: where the parts of the one strategy lie under a budget.
-        optimizer: whose state and messages are counted.
+        optimizers: whose state and messages are counted, by strategy.
         activations: bytes that a micro-batch keeps on each rank without stages; None: they are not known.
         expert_ways: of the one strategy, what a step takes for each number of ranks that share the experts of a
             mixture, and for each way of what travels.
@@ -104,7 +104,7 @@ class Explained:
     grid: Grid | None = None
     search: Search | None = None
     resident: Resident | None = None
-    optimizer: str = ADAMW
+    optimizers: Mapping[str, str] = field(default_factory=dict)
     activations: float | None = None
     expert_ways: Sequence[ExpertWay] = ()
 
@@ -174,6 +174,8 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     if places_default:
         config = replace(config, strategy=PLACED)
     names = chosen(config.strategy, problems)
+    made = {name: found for name in names if (found := problems.note(strategy_of, name, config)) is not None}
+    config = replace(config, optimizer=problems.note(asked_optimizer, config, list(made.values())))
     laid, asked = None, config
     if not out_of_range:
         with problems.collect():
@@ -183,13 +185,15 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     plans: dict[str, MethodPlan] = {}
     held: dict[str, dict[int, float]] = {}
     notes: list[Row] = [] if laid is None else [*laid.notes]
-    for name in names:
+    for name in (name for name in names if name in made and laid is not None):
         with problems.collect():
-            strategy = strategy_of(name, config)
-            if laid is not None and (why := why_left_out(strategy, laid)):
+            if why := why_left_out(made[name], laid):
                 notes.append((f"strategy {name}", "left out", why))
-            elif laid is not None:
-                methods[name], (plans[name], held[name]) = strategy, plan_of(strategy, laid)
+            else:
+                methods[name], (plans[name], held[name]) = made[name], plan_of(made[name], laid)
+    if laid is not None and not plans and not problems.messages:
+        near = f"counted are {', '.join(COUNTED)}; nearest: {ADAMW}"
+        problems.messages.append(f"--optimizer {config.optimizer}: no strategy's plan counts its state; {near}")
     resident: Resident | None = None
     if config.memory is not None and laid is not None and len(plans) == len(names):
         with problems.collect():
@@ -216,9 +220,31 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         [*notes, *notes_on_ranks(laid, *rates)], vocabulary_of(config, laid.model),
         {name: method.exchanges_every for name, method in methods.items() if method.exchanges_every > 1},
         [name for name, method in methods.items() if method.keeps_whole_weights],
-        laid.stages, held, laid.grid, laid.search, resident, config.optimizer, kept,
+        laid.stages, held, laid.grid, laid.search, resident,
+        {name: optimizer_in(method, laid) for name, method in methods.items()}, kept,
         expert_ways(asked, laid, list(methods.values()), *rates),
     )  # fmt: skip
+
+
+def asked_optimizer(config: ExplainConfig, methods: Sequence[Method]) -> str | None:
+    """The stated optimizer. Raises ConfigError for what `thinwire train` refuses: for a strategy that was named."""
+    if config.optimizer is None:
+        return None
+    named = methods if config.strategy != "all" else []
+    fitting = dict.fromkeys(name for method in named for name in method.optimizers)
+    optimizer, _ = read_optimizer(config.optimizer, fitting or COUNTED)
+    problems = Problems()
+    for method in named:
+        problems.note(check_fits, optimizer, method)
+    problems.raise_any()
+    return config.optimizer
+
+
+def optimizer_in(strategy: Method, laid: LaidOut) -> str:
+    """The optimizer whose state a strategy's plan counts; of parts of a model only AdamW's is."""
+    optimizer = counted_by(strategy, laid.config.optimizer)
+    is_cut = laid.shape.tensor * laid.shape.pipeline * laid.shape.expert > 1
+    return ADAMW if is_cut and name_of(optimizer) in COUNTED else optimizer
 
 
 def expert_ways(
@@ -245,14 +271,14 @@ def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_
         config, notes = found_experts(config, names, rate, local_rate)
     shape = mesh_of(config)
     cut = config.stages or shape.tensor * shape.pipeline * shape.expert > 1
-    optimizer, _ = read_optimizer(config.optimizer, COUNTED)
-    if optimizer not in COUNTED:
-        raise ConfigError(f"--optimizer {config.optimizer}: counted are {', '.join(COUNTED)}; nearest: adamw")
-    if optimizer != ADAMW and cut:
-        raise ConfigError(
-            f"--optimizer {config.optimizer}: counted on the data axis alone: leave --mesh, --stages and --tensor out; "
-            "nearest: --optimizer adamw"
-        )
+    if config.optimizer is not None:
+        optimizer = name_of(config.optimizer)
+        check_mesh(optimizer, shape)
+        if cut and optimizer in COUNTED and optimizer != ADAMW:
+            raise ConfigError(
+                f"--optimizer {config.optimizer}: counted on the data axis alone: leave --mesh, --stages and --tensor "
+                "out; nearest: leave --optimizer out"
+            )
     model = model_of(config)
     total = sum(param.numel() for param in model.parameters() if param.requires_grad)
     grid = grid_of(config, rate, local_rate) if config.stages is not None or shape.pipeline > 1 else None
@@ -337,7 +363,7 @@ def why_left_out(strategy: Method, laid: LaidOut) -> str:
         return f"with --stages it {reason}"
     if reason := why_not_by(strategy, optimizer):
         if is_named:
-            raise ConfigError(f"--optimizer {optimizer}: strategy {strategy.name} {reason}")
+            raise ConfigError(f"--optimizer {optimizer}: strategy {strategy.name} {reason}; nearest: leave it out")
         return f"it {reason}"
     return ""
 
@@ -556,8 +582,9 @@ def plan_on(
     grid, num_replicas = Topology(config.nodes, config.local_size), shape.sizes["data"]
     if shape.tensor * shape.pipeline == 1:
         plan, _ = by_tokens(strategy.plan(model, grid, config.passes), strategy, model, grid, tokens_of(config))
-        is_adamw = name_of(config.optimizer) == ADAMW
-        return plan if is_adamw else by_optimizer(plan, strategy, model, config.optimizer, grid)
+        optimizer = counted_by(strategy, config.optimizer)
+        is_other = name_of(optimizer) in COUNTED and name_of(optimizer) != ADAMW
+        return by_optimizer(plan, strategy, model, optimizer, grid) if is_other else plan
     if isinstance(strategy, IslandsMethod):
         return strategy.plan_around(model, whole, grid, config.passes, shape.tensor)
     across = config.tables.get(PIPELINE, {}).get("across", AUTO)

@@ -18,13 +18,20 @@ ADAMW = "adamw"
 COUNTED = (ADAMW, "muon", "dion", "apollo", "apollo-mini", "mfac")
 
 
-def why_not_by(strategy: Method, optimizer: str) -> str:
+def counted_by(strategy: Method, optimizer: str | None) -> str:
+    """The optimizer whose state a strategy's plan counts: the one that is asked for, or the strategy's own."""
+    return optimizer or strategy.optimizers[0]
+
+
+def why_not_by(strategy: Method, optimizer: str | None) -> str:
     """Why a strategy's plan can't be made for an optimizer, to follow its name; empty: it can."""
-    if name_of(optimizer) == ADAMW:
+    name = name_of(counted_by(strategy, optimizer))
+    if name not in strategy.optimizers:
+        return strategy.optimizers_reason
+    counted = [each for each in COUNTED if each in strategy.optimizers] or [strategy.optimizers[0]]
+    if name in counted or name == strategy.optimizers[0]:
         return ""
-    if isinstance(strategy, IslandsMethod):
-        return f"trains islands: ask for what trains them, such as --strategy {strategy.inner.name}"
-    return "" if name_of(optimizer) in strategy.optimizers else strategy.optimizers_reason
+    return f"trains by it too, but its state is not counted; counted are {', '.join(counted)}"
 
 
 def takes(optimizer: str, way: Candidate) -> bool:
@@ -37,7 +44,12 @@ def takes(optimizer: str, way: Candidate) -> bool:
 
 
 def by_optimizer(plan: MethodPlan, strategy: Method, model: nn.Module, optimizer: str, grid: Topology) -> MethodPlan:
-    """The plan with the state and the messages of an optimizer in the place of AdamW's. Raises ConfigError."""
+    """The plan with the state and the messages of an optimizer in the place of AdamW's. Raises ConfigError.
+
+    An optimizer of islands steps inside each of them, which is a node of the grid.
+    """
+    if isinstance(strategy, IslandsMethod):
+        strategy, grid = strategy.inner, Topology(1, grid.local_size)
     inner = optimizer_over(optimizer, model, lr=0.0, weight_decay=0.0, seed=0)
     assert isinstance(inner, SummingOptimizer)
     across = looking_across(inner, dict(model.named_parameters()))

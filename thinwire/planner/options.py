@@ -37,9 +37,9 @@ class ExplainConfig:
     """Ranks on each machine."""
     model: str = "demo"
     """Preset (tiny, demo, 125m, 350m, 1b), or hf:DIR, whose weights are not read."""
-    optimizer: str = "adamw"
-    """Optimizer whose state and messages are counted, as for `thinwire train`; others than adamw only on the data
-    axis."""
+    optimizer: str | None = None
+    """Optimizer whose state and messages are counted, as for `thinwire train`; by default the one that each strategy
+    takes. Of muon, dion, apollo, apollo-mini and mfac they are counted on the data axis alone."""
     mesh: str | None = None
     """Axes of the ranks, such as data=2,tensor=2, as for `thinwire train`; by default all ranks are the data axis."""
     stages: str | None = None

@@ -33,6 +33,7 @@ from thinwire.methods.memory import (
 )
 from thinwire.methods.outer.base import IslandsMethod
 from thinwire.options import RESIDENCY, made
+from thinwire.planner.optimizers import counted_by
 from thinwire.planner.options import ExplainConfig
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.run.optimizer import name_of, optimizer_over
@@ -63,7 +64,8 @@ def where_all_lies(
         raise ConfigError(f"--memory: name one strategy whose parts are to be placed; nearest: --strategy {PLACED}")
     method = strategy_of(names[0], config)
     shape = MeshShape({}) if config.mesh is None else MeshShape.parse(config.mesh)
-    inner = optimizer_over(config.optimizer, model, lr=0.0, weight_decay=0.0, seed=0)
+    optimizer = counted_by(method, config.optimizer)
+    inner = optimizer_over(optimizer, model, lr=0.0, weight_decay=0.0, seed=0)
     given, whole = (config.loss, config.micro_batch, config.seq_len), why_whole(config.model, model)
     cuts = {"pipeline": config.stages, "tensor": config.tensor}
     axes = {name for name, size in shape.sizes.items() if size > 1} | {name for name, at in cuts.items() if at}
@@ -77,7 +79,7 @@ def where_all_lies(
         outer=outer_bytes(method, model, topology), is_built_whole=bool(whole), process=process_memory(),
     )  # fmt: skip
     if setup.across is not None and residency.optimizer != "memory":
-        check_across(residency, name_of(config.optimizer), streams=setup.across.optimizer.streams)
+        check_across(residency, name_of(optimizer), streams=setup.across.optimizer.streams)
     kept, rows = setup.kept, list[Row]()
     if kept is None:
         rows.append(("activations", "not counted", "of such a model nobody knows them without a step of it"))

@@ -53,11 +53,21 @@ def print_explained(config: ExplainConfig, problems: Problems) -> None:
     has_activations = found.stages is not None or found.activations is not None
     besides = "" if has_activations else "activations, and "
     left_out = f"Not counted: {besides}scratch memory for the packets of a few buckets. "
-    console.print(FOOT.format(found.optimizer, "" if found.resident is not None else left_out))
+    console.print(FOOT.format(optimizers_text(found), "" if found.resident is not None else left_out))
     for line in reasons(found):
         console.print(line)
     for asked, effect, why in found.notes:
         console.print(f"{asked}: {effect}" + (f" ({why})" if why else ""))
+
+
+def optimizers_text(found: Explained) -> str:
+    """The optimizer of most strategies, and those of the others."""
+    by_name: dict[str, list[str]] = {}
+    for strategy, optimizer in found.optimizers.items():
+        by_name.setdefault(optimizer, []).append(strategy)
+    most, *others = sorted(by_name, key=lambda name: -len(by_name[name]))
+    told = "; ".join(f"{', '.join(by_name[name])}: {name}" for name in others)
+    return f"{most} ({told})" if told else most
 
 
 def reasons(found: Explained) -> Iterator[str]:

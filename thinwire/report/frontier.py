@@ -123,7 +123,8 @@ def frontier_svg(outcomes: Sequence[Outcome]) -> str:
 def recommended(rate: float, model: str = "", recorded: Path = RECORDED) -> tuple[str, str]:
     """The recorded method that comes near the exact run's loss soonest on links of `rate` bit/s; and what was measured.
 
-    The method is written as for `thinwire compare --strategies`.
+    Of methods that have not been measured nothing is known, and it says how many there are. The method is written as
+    for `thinwire compare --strategies`.
 
     Uses the runs of `model`, or of the first recorded one, of at least LEAST_STEPS steps, since shorter ones don't show
     an order of methods; and the nearest rate. Not known without such runs, and if that rate is off by a factor above 4.
@@ -141,11 +142,12 @@ def recommended(rate: float, model: str = "", recorded: Path = RECORDED) -> tupl
     at, rows = f"{near / 1e6:g}", [row for row in found if row["model"] == used]
     # The exact run itself comes near its loss.
     soonest = min(rows, key=lambda row: math.inf if row["minutes"][at] is None else row["minutes"][at])
-    num_seeds = counted(soonest["seeds"], "seed")
-    size = f"{len(rows)} methods, {used}, {soonest['steps']:,} steps, {num_seeds}"
+    spread = f" ± {soonest['gap_error']:.2%}" if soonest["seeds"] > 1 else ""
+    size = f"{used}, {soonest['steps']:,} steps, {counted(soonest['seeds'], 'seed')}"
     other = f"; {model} was not measured" if model not in ("", used) else ""
-    reached = f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}"
-    return soonest["text"], f"{reached}; {size}{other}"
+    among = f"of the {len(rows)} methods measured, out of {soonest['methods']}, "
+    reached = f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}{spread}"
+    return soonest["text"], f"{among}{reached}; {size}{other}"
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:

@@ -11,8 +11,11 @@ from torch import nn
 
 from thinwire.errors import ConfigError, nearest, type_name
 from thinwire.layout.layers import layers_of
+from thinwire.layout.mesh import MeshShape
+from thinwire.methods.interface import Method
 from thinwire.methods.options import fits
-from thinwire.optim import MATRIXWISE, NAMED, OPTIMIZERS, make_optimizer, options_of_optimizer
+from thinwire.methods.outer.base import IslandsMethod
+from thinwire.optim import JOINT, MATRIXWISE, MESHED, NAMED, OPTIMIZERS, WHOLE, make_optimizer, options_of_optimizer
 from thinwire.optim.matrices import is_matrix
 from thinwire.run.spelled import options_in
 
@@ -52,6 +55,30 @@ def read_optimizer(text: str, fitting: Iterable[str] = OPTIMIZERS) -> tuple[str,
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{note}{error}") from None
     return name, options
+
+
+def check_fits(name: str, strategy: Method) -> None:
+    """Raise ConfigError for an optimizer that a strategy can't drive."""
+    if name not in strategy.optimizers:
+        whose = f"--inner {strategy.inner.name}" if isinstance(strategy, IslandsMethod) else f"strategy {strategy.name}"
+        raise ConfigError(
+            f"--optimizer {name} does not fit {whose}, which {strategy.optimizers_reason}"
+            f"{nearest(name, strategy.optimizers)}"
+        )
+
+
+def check_mesh(name: str, shape: MeshShape, slices: int = 1) -> None:
+    """Raise ConfigError for an optimizer that can't step what a mesh leaves a rank, or slices of experts."""
+    if name in WHOLE and name not in MESHED and shape.tensor > 1:
+        raise ConfigError(f"--optimizer {name} needs whole tensors, which --mesh {shape} cuts{nearest(name, MESHED)}")
+    parts = [axis for axis in ("pipeline", "expert") if shape.sizes.get(axis, 1) > 1]
+    if name in JOINT and parts:
+        raise ConfigError(
+            f"--optimizer {name} looks across all parameters, of which ranks of the {parts[0]} axis have others"
+            f"{nearest(name, MESHED)}"
+        )
+    if name in WHOLE and slices > 1:
+        raise ConfigError(f"--optimizer {name} needs whole matrices, which --experts.slices {slices} cuts")
 
 
 def limits_itself(text: str) -> bool:

@@ -12,17 +12,16 @@ from zlib import crc32
 from thinwire.codecs import Codec
 from thinwire.cost import Links
 from thinwire.data import TokenFile, Tokenizer, prepare
-from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
+from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import Residency
-from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.methods.sequence.layout import AUTO
 from thinwire.models.moe import MIXTURES
-from thinwire.optim import JOINT, MESHED, OPTIMIZERS, WHOLE
+from thinwire.optim import OPTIMIZERS
 from thinwire.options import (
     CHOSEN_FROM,
     DEFAULT_INNER,
@@ -37,7 +36,7 @@ from thinwire.options import (
     used_tables,
 )
 from thinwire.run.config import DEFAULTS, TrainConfig
-from thinwire.run.optimizer import read_optimizer
+from thinwire.run.optimizer import check_fits, check_mesh, read_optimizer
 from thinwire.run.run_dir import RunDir
 
 # Options of a residency that have flags of their own, and those for which nothing need lie on a disk.
@@ -152,23 +151,9 @@ def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertPa
     fitting = OPTIMIZERS if strategy is None else strategy.optimizers
     asked = config.optimizer or next(iter(fitting))
     name, _ = read_optimizer(asked, fitting)
-    if strategy is not None and name not in fitting:
-        whose = f"--inner {strategy.inner.name}" if isinstance(strategy, IslandsMethod) else f"strategy {strategy.name}"
-        raise ConfigError(
-            f"--optimizer {name} does not fit {whose}, which {strategy.optimizers_reason}{nearest(name, fitting)}"
-        )
-    if name in WHOLE and name not in MESHED and config.mesh_shape.tensor > 1:
-        raise ConfigError(
-            f"--optimizer {name} needs whole tensors, which --mesh {config.mesh} cuts{nearest(name, MESHED)}"
-        )
-    parts = [axis for axis in ("pipeline", "expert") if config.mesh_shape.sizes.get(axis, 1) > 1]
-    if name in JOINT and parts:
-        raise ConfigError(
-            f"--optimizer {name} looks across all parameters, of which ranks of the {parts[0]} axis have others"
-            f"{nearest(name, MESHED)}"
-        )
-    if name in WHOLE and experts is not None and experts.slices > 1:
-        raise ConfigError(f"--optimizer {name} needs whole matrices, which --experts.slices {experts.slices} cuts")
+    if strategy is not None:
+        check_fits(name, strategy)
+    check_mesh(name, config.mesh_shape, 1 if experts is None else experts.slices)
     return asked
 
 

@@ -163,7 +163,7 @@ class Engine:
         self.stage.forward_backward(batches, self._loss_of)
         return self._forward_s
 
-    def settle(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def settle(self) -> None:
         """See PipelineStage.settle."""
 
         def loss(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
@@ -171,7 +171,7 @@ class Engine:
                 return module(*batch)
 
         if self.stage.pipeline is not None:
-            self.stage.pipeline.settle(batches, loss)
+            self.stage.pipeline.settle(self.batches_on_meta, loss)
 
     def _batches(self) -> list[tuple[Tensor, ...]]:
         """This rank's micro-batches of the next step: tokens and targets.
@@ -194,6 +194,12 @@ class Engine:
             found.append((*self.device.take(batch), weight))
         return found
 
+    @property
+    def batches_on_meta(self) -> list[tuple[Tensor, Tensor]]:
+        """A step's micro-batches, without memory."""
+        tokens = torch.empty(self.batch.micro_batch, self.config.seq_len, device="meta")
+        return [(tokens, tokens)] * self.batch.accumulation
+
     def take_row_load(self) -> RowLoad:
         """The rows that routers have sent to experts in this step, on all ranks; empty without experts."""
         return self.model.row_counts.take() if isinstance(self.model, MoELlama) else RowLoad()
@@ -201,6 +207,13 @@ class Engine:
     def take_experts_s(self) -> float:
         """Seconds of the layers of experts that lie on several ranks, since the last call."""
         return 0.0 if self.stage.experts is None else self.stage.experts.watch.take()
+
+    def follow(self, step: int) -> int:
+        """Skip the steps that the other islands took while this one was away or had not started; the step reached."""
+        if (position := self.optimizer.position) is None:
+            return step
+        self.loader.skip_steps(position - step)
+        return position
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next update. A recovered stage multiplies it by a factor."""

@@ -11,8 +11,10 @@ import torch
 
 from thinwire.checkpoint import Source
 from thinwire.errors import ThinwireError
-from thinwire.run.config import Batch
+from thinwire.methods.experts import way_text
+from thinwire.models.moe import MoELlama
 from thinwire.table import Row
+from thinwire.training.engine import Engine
 
 # Below one bit of fp32 in the loss of one of eight ranks.
 SAME_BITS = 1e-9
@@ -27,17 +29,29 @@ class ResumeDriftError(ThinwireError, RuntimeError):
     """A resumed run does not continue the saved one; the message has both losses."""
 
 
-def circumstances(batch: Batch, world_size: int, dtype: str, device: str) -> dict[str, Any]:
-    """What must be equal for two losses of the same weights and tokens to have the same bits."""
-    return {
+def circumstances_of(engine: Engine) -> dict[str, Any]:
+    """What must be equal for two losses of the same weights and tokens to have the same bits.
+
+    Also how ranks share a sequence or the experts, and to what a capacity applies: each changes the order of sums.
+    """
+    config, batch, stage = engine.config, engine.batch, engine.stage
+    found: dict[str, Any] = {
         "torch": torch.__version__,
         "cpu": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "threads": torch.get_num_threads(),
-        "ranks": world_size,
+        "ranks": engine.place.world_size,
         "micro_batch": [batch.micro_batch, batch.accumulation],
-        "dtype": dtype,
-        "device": device,
+        "dtype": engine.dtype,
+        "device": engine.device.name,
     }
+    if stage.sequence is not None:
+        found["sequence"] = str(stage.sequence.layout)
+    if isinstance(engine.model, MoELlama) and engine.model.capacity_factor:
+        ranks, tokens = engine.num_shares, batch.micro_batch * config.seq_len
+        found["capacity"] = f"{engine.model.capacity_factor} of {tokens} tokens x {batch.accumulation} x {ranks}"
+    if stage.experts is not None:
+        found["experts"] = f"{stage.experts.placement}, {way_text(stage.experts.options)}"
+    return found
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,10 @@ class DeMo(DDPMethod):
         x = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
         return (from_blocks(to_blocks(x, self.chunk, torch.empty(x.numel())), torch.empty(x.shape)),)
 
+    def warm(self) -> None:
+        """See Method: the transforms."""
+        self.sample()
+
     def reduction(self, place: Place, seed: int) -> Reduction:
         return SignMean(self, place)
 

@@ -155,6 +155,10 @@ class IslandsMethod(Front, Method):
         """Steps of the inner strategy."""
         return self.inner.settled_after
 
+    def warm(self) -> None:
+        """See Method; the inner strategy's."""
+        self.inner.warm()
+
     def connected_to(self, peers: Peers | Callable[[], Peers | None] | None, options: str = "") -> Connected:
         """The strategy of an island with peers, which only its first rank knows, or a function that meets them.
 

@@ -1,0 +1,108 @@
+"""Rows of the start-up table that only a built engine knows: what travels beside a strategy's bytes, and on options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from thinwire.hosts.experts.parallel import ExpertRanks
+from thinwire.hosts.pipeline.stage import PipelineStage
+from thinwire.hosts.sequence import SequenceRanks
+from thinwire.hosts.sequence.seams import heads_of
+from thinwire.methods.experts.traffic import Rows, sent
+from thinwire.methods.sequence import Shape
+from thinwire.methods.sequence.traffic import most_sent
+from thinwire.models.hf import HFCausalLM
+from thinwire.models.seam import mixture_of
+from thinwire.models.tensor import activation_bytes
+from thinwire.table import Row
+from thinwire.training.advice import advise
+from thinwire.training.engine import Engine
+
+# Why the meter lacks what a tensor axis sends.
+NOT_COUNTED = "sums in every layer, by torch itself: not counted in the bytes of a step"
+
+
+def rows_on_links(engine: Engine) -> list[Row]:
+    """Rows on what would suit the links better; a collective, since ranks measure together."""
+    if engine.stage.pipeline is not None:
+        return []
+    tokens_per_rank = engine.batch.tokens_per_step // engine.num_shares
+    dtype = torch.bfloat16 if engine.dtype == "bf16" else torch.float32
+    strategy = engine.config.strategy
+    found = advise(engine.optimizer, strategy, engine.num_parameters, tokens_per_rank, dtype, engine.device)
+    return list(found)
+
+
+def rows_on_options(engine: Engine) -> Iterator[Row]:
+    """Rows on what ranks send each other beside a strategy's bytes, and on a sample and a teacher."""
+    config, lessons, stage = engine.config, engine.distillation, engine.stage
+    if stage.pipeline is not None:
+        yield border_row(engine, stage.pipeline)
+    if engine.why_whole:
+        what = "the disk" if stage.pipeline is None else "the own stage"
+        yield f"weights of {what} alone", "the whole model on every rank, at first", engine.why_whole
+    if engine.optimizer.weights_pass and config.sample_tokens:
+        why = "every token would read all weights from the disk; `thinwire generate` needs them in memory"
+        yield f"--sample-tokens {config.sample_tokens}", "none", why
+    if lessons is not None:
+        why = "stated" if config.teacher_weight is not None else "with which both losses are equal before this step"
+        yield f"--teacher {config.teacher}", f"its experts teach, weight {lessons.weight:.4g}", why
+    if engine.end is not None:
+        why = f"token {engine.end} ends a document, and is not asked what follows it"
+        yield "--documents", "a token attends to its own document alone", why
+    if config.mesh_shape.tensor > 1:
+        yield tensor_row(engine)
+    if stage.sequence is not None:
+        yield sequence_row(engine, stage.sequence)
+    if stage.experts is not None and stage.experts.placement.ranks > 1:
+        yield expert_row(engine, stage.experts)
+
+
+def border_row(engine: Engine, pipeline: PipelineStage) -> Row:
+    """A row about what stages send each other in a step."""
+    shown = ", ".join(f"{num / 1e6:.3f}" for num in pipeline.sent_bytes(engine.batches_on_meta))
+    whole = engine.stage.uncompressed_bytes_per_step / 1e6
+    why = f"whole models on all ranks that average gradients in fp32 would send {whole:.3f} MB each"
+    return "stages send each other, a step", f"{shown} MB, by rank of a pipeline", why
+
+
+def tensor_row(engine: Engine) -> Row:
+    """A row about what torch sends on the tensor axis in a step, which no meter counts."""
+    model, shape, batch = engine.model, engine.config.mesh_shape, engine.batch
+    of_model: Any = model.model.config if isinstance(model, HFCausalLM) else model.config
+    tokens = batch.micro_batch * batch.accumulation * engine.config.seq_len
+    layers, itemsize = -(-of_model.num_hidden_layers // shape.pipeline), 2 if engine.dtype == "bf16" else 4
+    num_bytes = activation_bytes(of_model, tokens, shape.tensor, layers, itemsize)
+    return "ranks of a tensor axis send each other, a step", f"about {num_bytes / 1e6:.3f} MB a rank", NOT_COUNTED
+
+
+def expert_row(engine: Engine, experts: ExpertRanks) -> Row:
+    """A row about the rows that travel to experts and back in a step, beside gradients and weights."""
+    sizes, placement, local = mixture_of(engine.model), experts.placement, experts.comm.topology.local_size
+    assert sizes is not None
+    tokens = engine.batch.micro_batch * engine.config.seq_len // engine.config.mesh_shape.sequence
+    dtype = torch.bfloat16 if engine.dtype == "bf16" else torch.float32
+    nodes, passes = placement.ranks // local, engine.batch.accumulation
+    rows = Rows.even(placement, tokens, sizes.top_k, sizes.width, dtype, nodes, passes=passes)
+    part_numel = sizes.experts * sizes.expert_numel // placement.ranks
+    of_layer = sent(placement, rows, experts.options, part_numel, local)
+    own = sum(num_bytes for (rank, _), num_bytes in of_layer.items() if rank == experts.comm.rank)
+    of_step = own * sizes.layers * passes
+    why = f"in {sizes.layers} layers, with an even router; each step counts what it was"
+    return "rows to experts and back, a step, besides", f"about {of_step / 1e6:.3f} MB a rank", why
+
+
+def sequence_row(engine: Engine, sequence: SequenceRanks) -> Row:
+    """A row about what the ranks of a sequence send each other in a step."""
+    config, batch = engine.config, engine.batch
+    heads, kv_heads, width, layers = heads_of(engine.model)
+    tokens, itemsize = batch.micro_batch * config.seq_len, 2 if engine.dtype == "bf16" else 4
+    shape = Shape(heads, kv_heads, width, tokens, layers, itemsize)
+    most = batch.accumulation * most_sent(sequence.layout, shape, sequence.options, config.seq_len)
+    effect, why = f"{most / 1e6:.3f} MB a rank", f"in {layers} layers"
+    if config.documents and sequence.layout.ring > 1:
+        effect, why = f"at most {effect}", f"{why}; blocks without a document in common do not travel"
+    return "ranks of a sequence send each other, a step", effect, why

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 
 from thinwire.data.sources import place_of
 from thinwire.errors import Problems
 from thinwire.flags import Stated
-from thinwire.layout.mesh import MeshShape
 from thinwire.models.presets import check_preset
 from thinwire.registry import check_name
-from thinwire.run.config import TrainConfig, check_num_ranks, range_errors
+from thinwire.run.config import TrainConfig, range_errors
 from thinwire.run.run_dir import RunDir
 
 
 def refuse_early(stated: Stated, problems: Problems) -> None:
     """Raise ConfigError with everything that is wrong with the flags alone.
 
-    If a file states values too, or torch is loaded already, it does nothing: later checks report all problems at once.
+    If a file states values too, if ranks are laid out, or if torch is loaded already, it does nothing: later checks
+    report all problems at once.
     """
     flags = stated[""]
-    if "torch" in sys.modules or "config_file" in flags or flags.get("resume"):
+    laid_out = flags.keys() & {"mesh", "stages", "tensor"}
+    if "torch" in sys.modules or "config_file" in flags or flags.get("resume") or laid_out:
         return
     config = replace(TrainConfig(), **flags)
     problems.messages += range_errors(config)
@@ -34,14 +34,6 @@ def refuse_early(stated: Stated, problems: Problems) -> None:
     with problems.collect():
         RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
     problems.note(place_of, config.data)
-    wrong = {message.split()[0].rstrip(":") for message in problems.messages}
-    # torchrun states the number of ranks elsewhere.
-    is_counted = wrong.isdisjoint(("--mesh", "--workers", "--nodes")) and "WORLD_SIZE" not in os.environ
-    if config.mesh is not None:
-        with problems.collect():
-            MeshShape.parse(config.mesh)
-            if is_counted:
-                check_num_ranks(config)
     if config.optimizer is not None and problems.messages:
         # It loads torch. A second mistake is worth that.
         from thinwire.run.optimizer import read_optimizer

@@ -8,13 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 
 def tracking(chunks: Iterable[nn.Module]) -> list[_BatchNorm]:
     """The modules of some chunks that keep running statistics."""
     modules = (module for chunk in chunks for module in chunk.modules())
     return [module for module in modules if isinstance(module, _BatchNorm) and module.track_running_stats]
+
+
+def counts_forwards(chunks: Iterable[nn.Module]) -> str:
+    """The first module that keeps statistics of each forward, which must not be computed twice; empty: none does."""
+    counting = (
+        name or type(module).__name__
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, _NormBase) and module.track_running_stats and not isinstance(module, _BatchNorm)
+    )
+    return next(counting, "")
 
 
 class StepStatistics:

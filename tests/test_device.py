@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -244,3 +245,17 @@ def test_a_container_s_limit_counts_where_it_has_less_than_the_machine(
     for name, text in files.items():
         (tmp_path / group / name).write_text(text + "\n")
     assert device.free_bytes(cpu, 2) == 400 and Device().memory_bytes(2) == 1500
+
+
+def test_a_process_s_own_limit_counts_where_it_has_less_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, room, (before, most) = torch.device("cpu"), 64 << 20, resource.getrlimit(resource.RLIMIT_DATA)
+    limit = device.data_bytes() + room
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    try:
+        # Each of two processes has a limit of its own, which they do not share.
+        assert room / 2 < device.free_bytes(cpu, 2) <= room
+        assert Device().memory_bytes(2) == limit
+        monkeypatch.setattr(device, "data_bytes", lambda: limit + 1)
+        assert device.free_bytes(cpu, 1) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from thinwire.errors import ConfigError
 
 # Where Linux keeps control groups, and in which of them this process is.
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Of this process.
+STATM = Path("/proc/self/statm")
 
 
 def memory_limits() -> list[tuple[float, float]]:
@@ -44,6 +47,17 @@ def memory_limits() -> list[tuple[float, float]]:
                     stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
                     found.append((limit, limit - used + float(stat.get(files, 0))))
     return found
+
+
+def data_bytes() -> int:
+    """Bytes that count against this process's data limit, RLIMIT_DATA: private memory, used or not."""
+    return int(STATM.read_text().split()[5]) * resource.getpagesize()
+
+
+def limit_bytes() -> int | None:
+    """The limit on this process's data (ulimit -d), in bytes; None: there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 class Device:
@@ -85,14 +99,17 @@ class Device:
         """Wait until all queued work is done."""
 
     def memory_bytes(self, num_local: int) -> float:
-        """Memory for one of the num_local processes of this machine: an equal share of the machine's or container's."""
+        """Memory for one of the num_local processes of this machine.
+
+        An equal share of the machine's or the container's, and no more than the process's own limit.
+        """
         machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        return min([machine, *(limit for limit, _ in memory_limits())]) / num_local
+        share = min([machine, *(limit for limit, _ in memory_limits())]) / num_local
+        return share if (limit := limit_bytes()) is None else min(share, limit)
 
     def held_bytes(self) -> int:
         """Memory that this process holds now where it computes: its RSS; 0 if the system does not say."""
-        status = Path("/proc/self/statm")
-        return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
+        return int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else 0
 
     def peak_bytes(self) -> int:
         """Peak bytes of tensors in the device's memory; 0 on the CPU, whose peak is the process's RSS."""
@@ -163,15 +180,17 @@ class Cuda(Device):
 def free_bytes(device: torch.device, num_local: int) -> float:
     """Memory that one of the num_local processes of this machine may still take.
 
-    Of what is free on the machine, and in the container, an equal share; of a GPU, which a process has for itself, all
-    that is free.
+    Of what is free on the machine, and in the container, an equal share; no more than what the process's own limit
+    leaves it. Of a GPU, which a process has for itself, all that is free.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         machine = 1024 * float(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
-        return max(0.0, min([machine, *(free for _, free in memory_limits())])) / num_local
+        share = min([machine, *(free for _, free in memory_limits())]) / num_local
+        own = share if (limit := limit_bytes()) is None else float(limit - data_bytes())
+        return max(0.0, min(share, own))
     return Device().memory_bytes(num_local)
 
 

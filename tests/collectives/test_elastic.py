@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.workers import free_port, run_workers
-from thinwire import _compat
+from thinwire._compat.elastic import Rendezvous
 from thinwire.codecs import Identity
 from thinwire.collectives import ElasticPeers, elastic, host_meeting
 from thinwire.errors import ConfigError, ThinwireError
@@ -62,7 +62,7 @@ def test_generations_leave_no_socket_and_no_thread() -> None:
 def begins_with_a_slow_one(rank: int, world_size: int, meet: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     if rank == 1:
         # All have come, and those who have met have waited for others, before this one looks.
-        meet_late(_compat.Rendezvous, 2 * elastic.LAST_CALL_S)
+        meet_late(Rendezvous, 2 * elastic.LAST_CALL_S)
     peers = ElasticPeers(meet, rank, timeout_s=TIMEOUT_S, max_islands=4, min_islands=world_size)
     assert gathered(peers) == list(range(world_size))
     peers.close()
@@ -73,7 +73,7 @@ def meet_late(rendezvous: Any, delay_s: float) -> None:
     """The first meeting begins so much later."""
     meet = rendezvous.meet
 
-    def late(self: _compat.Rendezvous) -> tuple[dist.Store, int, int]:
+    def late(self: Rendezvous) -> tuple[dist.Store, int, int]:
         time.sleep(delay_s)
         rendezvous.meet = meet
         return meet(self)

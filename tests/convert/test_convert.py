@@ -14,24 +14,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.workers import run_workers
 from thinwire import cli
 from thinwire.checkpoint.folder import Manifest, point_to
 from thinwire.convert import ExportConfig
-from thinwire.convert.export import export
+from thinwire.convert.export import export, reload
 from thinwire.convert.generate import decoded
 from thinwire.convert.saved import SavedRun, WhenAsked, load_run, open_run
 from thinwire.convert.streamed import StreamedModel
 from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
 from thinwire.data import ByteTokenizer
+from thinwire.device import data_bytes
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.offload.hollow import hollow, is_hollow
-from thinwire.hosts.offload.room import data_bytes
 from thinwire.launch.prepare import model_rows, prepare
 from thinwire.launch.start import Start
 from thinwire.models import HFCausalLM, build_model
+from thinwire.models.kept import MASKS
 from thinwire.run.config import TrainConfig
 from thinwire.run.place import ProcessPlace
 from thinwire.run.run import Run
@@ -79,12 +81,25 @@ def train_all(rank: int, world_size: int, starts: list[tuple[str, Run, Start]]) 
     return ended
 
 
+def prune_half(folder: Path) -> None:
+    """A folder of transformers with random weights, of which every matrix of an MLP keeps every other column."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**QWEN))
+    matrices = {name: param for name, param in model.named_parameters() if ".mlp." in name}
+    masks = {name: (torch.arange(param.shape[1]) % 2 == 0).expand(param.shape) for name, param in matrices.items()}
+    for name, param in matrices.items():
+        param.data *= masks[name]
+    model.save_pretrained(folder)
+    save_file({name: mask.contiguous() for name, mask in masks.items()}, folder / MASKS)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "data.txt").write_text("".join(f"line {n} of {n * n} lines, très long\n" for n in range(2000)))
     (folder / "qwen").mkdir()
     (folder / "qwen/config.json").write_text(json.dumps(QWEN))
+    prune_half(folder / "sparse")
     starts = []
     for name, strategy, model, options in (
         ("ddp", "ddp", "tiny", LLAMA | {"tie_word_embeddings": True}),
@@ -93,6 +108,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         ("fsdp", "fsdp", "tiny", LLAMA | {"tie_word_embeddings": True}),
         ("frontier", "frontier", "tiny", LLAMA | {"tie_word_embeddings": True}),
         ("qwen", "zero", f"hf:{folder / 'qwen'}", None),
+        ("pruned", "zero", f"hf:{folder / 'sparse'}", None),
+        ("mixture", "zero", "moe-tiny", None),
         ("large", "zero", "tiny", LARGE | {"num_key_value_heads": 4}),
     ):
         config = TrainConfig(
@@ -196,6 +213,23 @@ def test_a_run_is_exported_in_less_memory_than_its_weights(runs: Runs, tmp_path:
     assert sum(shape.numel() for shape in run.weights.shapes.values()) * 4 > LARGE_BYTES
     assert all(map(is_hollow, run.model.parameters()))
     assert furthest(dict(run.weights), weights_of(load_run(runs.path("large")).model)) == 0
+
+
+@pytest.mark.parametrize("name", ["pruned", "mixture"])
+def test_pruned_matrices_and_experts_are_exported_one_by_one(runs: Runs, tmp_path: Path, name: str, loud: None) -> None:
+    run, whole = open_run(runs.path(name)), weights_of(load_run(runs.path(name)).model)
+    assert all(map(is_hollow, run.model.parameters()))
+    assert furthest(dict(run.weights), whole) == 0
+    folder, fidelity = exported(runs, name, tmp_path)
+    assert fidelity.kl < 1e-8
+    theirs = weights_of(transformers.AutoModelForCausalLM.from_pretrained(folder))
+    if name == "pruned":
+        zeros = [float((param == 0).double().mean()) for key, param in theirs.items() if ".mlp." in key]
+        assert zeros == [0.5] * 6
+    # Of a mixture these are put together from the matrices of single experts.
+    made, read = reload(folder, keeps=False)
+    assert all(map(is_hollow, made.parameters()))
+    assert furthest({key: read(f"model.{key}") for key in theirs}, theirs) == 0
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -134,17 +134,24 @@ def test_threads_and_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
             assert torch.equal(torch.cat([tensor.flatten() for tensor in weights.values()]), expected)
 
 
-def test_both_sides_see_the_same_dropout() -> None:
-    """A loss that is noise alone has no slope, and the next sample sees other noise."""
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_both_sides_see_the_same_dropout(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that is noise alone has no slope, and the next sample sees other noise, on a GPU (a stand-in) too."""
     seen: list[float] = []
+    gpus = torch.Generator().manual_seed(0)
 
     def noise() -> Tensor:
-        seen.append(float(torch.rand(())))
+        seen.append(float(torch.rand((), generator=gpus if on_gpu else None)))
         return torch.tensor(seen[-1])
 
     model = Weights(4)
     optimizer = forward_only(model, descent(model), OneByte(samples=2), announce=False)
-    optimizer.measure(noise).backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+        patched.setattr(torch.cuda, "get_rng_state", gpus.get_state)
+        patched.setattr(torch.cuda, "set_rng_state", gpus.set_state)
+        loss = optimizer.measure(noise)
+    loss.backward()
     assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
     before = hash_of(model)
     optimizer.step()

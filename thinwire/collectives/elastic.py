@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from thinwire import _compat
+from thinwire._compat.elastic import Rendezvous
 from thinwire.collectives.communicator import Communicator
 from thinwire.collectives.exchange import GRACE_S, Members
 from thinwire.collectives.faults import say
@@ -119,7 +120,7 @@ class ElasticPeers:
         # The last step whose parts this island has sent, the time of that, and the step whose exchange it waits for.
         self._reached, self._moved_at, self._awaits = 0, time.monotonic(), 0
         self._store = self._connect()
-        self._rendezvous = _compat.Rendezvous(
+        self._rendezvous = Rendezvous(
             self._connect(), self._store, name=f"island-{island:06d}", max_nodes=max_islands,
             dead_after_s=self.dead_after_s, last_call_s=self.last_call_s, look_every_s=self.look_every_s,
             patience_s=PATIENCE_S,

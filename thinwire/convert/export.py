@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint.weights_folder import new_folder, write_weights
+from thinwire.convert.mixture import as_mixtral, hollow_mixture
 from thinwire.convert.options import ExportConfig
 from thinwire.convert.saved import SavedRun, open_run
 from thinwire.convert.streamed import StreamedModel
 from thinwire.convert.tokenizer import write_tokenizer
 from thinwire.convert.verify import Fidelity, KeptLogits, UnfaithfulError, compare
 from thinwire.data import Tokenizer, heldout_batches
+from thinwire.device import limit_bytes
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.hollow import hollow
-from thinwire.hosts.offload.room import limit_bytes
 from thinwire.models import HFCausalLM, Llama, MoELlama
 from thinwire.models.hf import hollow_hf
-from thinwire.models.mixtral import mixtral_config, mixtral_weights
+from thinwire.models.kept import held
+from thinwire.models.mixtral import mixtral_config
 from thinwire.run.run import tokens_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -63,7 +65,7 @@ def export(config: ExportConfig) -> Exported:
         check_tokenizer(folder, run.tokenizer, texts)
         with TemporaryDirectory(dir=folder) as kept:
             ours = KeptLogits(StreamedModel(run.model, run.weights.__getitem__, keeps=keeps), texts, Path(kept))
-            theirs, read = reload(folder)
+            theirs, read = reload(folder, keeps=keeps)
             fidelity = compare(ours, StreamedModel(theirs, read, keeps=keeps), texts)
         fidelity.check(config.max_kl, config.min_agreement)
     return Exported(run.step, theirs.num_parameters, type(theirs.model).__name__, fidelity)
@@ -106,7 +108,7 @@ def described(run: SavedRun) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
         settings.pop("dtype", None)
         return settings, run.weights.below("model.")
     assert isinstance(model, Llama)
-    state = mixtral_weights(dict(run.weights)) if isinstance(model, MoELlama) else run.weights
+    state = as_mixtral(run.weights) if isinstance(model, MoELlama) else run.weights
     return llama_config(model, run.tokenizer), state
 
 
@@ -151,15 +153,19 @@ def check_tokenizer(folder: Path, ours: Tokenizer, texts: list[Tensor]) -> None:
             )
 
 
-def reload(folder: Path) -> tuple[HFCausalLM, Callable[[str], Tensor]]:
+def reload(folder: Path, *, keeps: bool) -> tuple[HFCausalLM, Callable[[str], Tensor]]:
     """The folder's model in fp32, without memory for its weights, and what reads them by name.
 
-    A model of which transformers has other tensors than its files is loaded whole. Raises UnfaithfulError for weights
-    that do not fit.
+    A model of which transformers has other tensors than its files, such as a mixture of experts, is loaded whole by
+    transformers, or, unless memory `keeps` it, put together from the matrices of the files. Raises UnfaithfulError for
+    weights that do not fit.
     """
     made, stored, _ = hollow_hf(str(folder), 0, 0, {})
-    if made is not None and stored is not None and stored.are_all_of(made.model):
-        return hollow(made).eval(), stored
+    if made is not None and stored is not None:
+        if stored.are_all_of({name: tensor.shape for name, tensor in held(made.model).items()}):
+            return hollow(made).eval(), stored
+    elif not keeps and (streamed := hollow_mixture(folder)) is not None:
+        return streamed
     import transformers
 
     model, odd = load_strictly(transformers.AutoModelForCausalLM, folder)

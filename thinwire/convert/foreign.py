@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from thinwire.checkpoint.foreign import FORMATS, Sizes, consolidate, detect
 from thinwire.checkpoint.weights_folder import new_folder, write_weights
+from thinwire.convert.mixture import in_files
 from thinwire.convert.options import ImportConfig
 from thinwire.convert.tokenizer import copy_beside
 from thinwire.errors import ConfigError, Problems, first_few, nearest
@@ -120,22 +120,6 @@ def check_fits(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     ]
     if odd:
         raise ConfigError(f"the checkpoint does not fit config.json: {first_few(odd)}")
-
-
-def in_files(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Names and shapes in files: a Mixtral's experts, packed in transformers 5, are a matrix each there."""
-    found: dict[str, torch.Size] = {}
-    for name, shape in shapes.items():
-        prefix, is_packed, kind = name.partition(".mlp.experts.")
-        if not is_packed:
-            found[name.replace(".mlp.gate.weight", ".block_sparse_moe.gate.weight")] = shape
-            continue
-        num_experts, rows, columns = shape
-        is_fused = kind == "gate_up_proj"
-        for expert, number in product(range(num_experts), ("w1", "w3") if is_fused else ("w2",)):
-            size = torch.Size((rows // 2 if is_fused else rows, columns))
-            found[f"{prefix}.block_sparse_moe.experts.{expert}.{number}.weight"] = size
-    return found
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -19,10 +19,10 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.offload.hollow import hollow
 from thinwire.islands.optimizer import OUTER
 from thinwire.methods.outer.parameters import parameters_in
-from thinwire.models import Llama, build_model
+from thinwire.models import build_model
 from thinwire.models.build import build_skeleton
 from thinwire.models.hf import shapes_hf
-from thinwire.models.kept import held, is_pruned, whole
+from thinwire.models.kept import KeptValues, held, mask_readers, whole
 from thinwire.options import model_table
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
@@ -75,10 +75,7 @@ def load_run(path: str) -> SavedRun:
 
 
 def open_run(path: str) -> SavedRun:
-    """The same, with parameters that have no memory: `weights` reads each whenever it is asked for.
-
-    A mixture of experts and a pruned model are loaded whole.
-    """
+    """The same, with parameters that have no memory: `weights` reads each whenever it is asked for."""
     return _load(path, is_whole=False)
 
 
@@ -91,10 +88,10 @@ def _load(path: str, *, is_whole: bool) -> SavedRun:
     tokenizer = load_tokenizer(config.tokenizer)
     fields = config.tables.get(model_table(config.model) or "") or {}
     size = config.model, tokenizer.vocab_size, config.seq_len
-    model = None if is_whole else without_memory(*size, fields)
-    is_whole = model is None
-    model = build_model(*size, config.seed, fields) if model is None else model
+    model = build_model(*size, config.seed, fields) if is_whole else without_memory(*size, fields)
     step, weights = full_weights(run_dir)
+    if not is_whole and config.model.startswith("hf:"):
+        weights = unpruned(weights, Path(config.model.removeprefix("hf:")).expanduser(), model)
     wanted = {name: param.shape for name, param in model.named_parameters()}
     odd = [name for name, shape in wanted.items() if weights.shapes.get(name) != shape]
     if odd := odd or sorted(weights.shapes.keys() - model.state_dict().keys()):
@@ -120,15 +117,34 @@ def _tensor_of(model: nn.Module, name: str) -> Tensor:
     return held(model)[name]
 
 
-def without_memory(model: str, vocab_size: int, seq_len: int, fields: Mapping[str, Any]) -> nn.Module | None:
-    """The model of `build_model`, with parameters that have no memory; None for a mixture of ours and a pruned one."""
+def without_memory(model: str, vocab_size: int, seq_len: int, fields: Mapping[str, Any]) -> nn.Module:
+    """The model of `build_model`, with parameters that have no memory; matrices of a pruned one are whole."""
     if not model.startswith("hf:"):
-        skeleton = build_skeleton(model, vocab_size, seq_len, fields)
-        return hollow(skeleton) if type(skeleton) is Llama else None
-    folder = model.removeprefix("hf:")
-    if is_pruned(Path(folder).expanduser()):
-        return None
-    return hollow(shapes_hf(folder, vocab_size, seq_len, fields).float())
+        return hollow(build_skeleton(model, vocab_size, seq_len, fields))
+    return hollow(shapes_hf(model.removeprefix("hf:"), vocab_size, seq_len, fields).float())
+
+
+def unpruned(weights: WhenAsked, folder: Path, model: nn.Module) -> WhenAsked:
+    """The weights of a run that began with a folder: those of which it kept some values are whole, with zeros.
+
+    model: of transformers, with whole matrices.
+    """
+    whole_shapes = {name: param.shape for name, param in model.named_parameters()}
+    makers = {name: partial(weights.__getitem__, name) for name in weights}
+    shapes = weights.shapes
+    readers = mask_readers(folder, {name.removeprefix("model."): shape for name, shape in whole_shapes.items()})
+    for short, read in readers.items():
+        name = f"model.{short}"
+        place, _, own = name.rpartition(".")
+        kept = f"{place}.parametrizations.{own}.original"
+        if kept in makers and name in whole_shapes:
+            makers[name] = partial(_whole_of, makers.pop(kept), read)
+            shapes = {**shapes, name: whole_shapes[name]}
+    return WhenAsked(makers, {name: shapes[name] for name in makers})
+
+
+def _whole_of(kept: Callable[[], Tensor], mask: Callable[[], Tensor]) -> Tensor:
+    return KeptValues(mask())(kept())
 
 
 def full_weights(run_dir: RunDir) -> tuple[int, WhenAsked]:

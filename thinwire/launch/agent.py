@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from thinwire._compat import agent_starts_by
+from thinwire._compat.elastic import agent_starts_by
 from thinwire.errors import ThinwireError
 from thinwire.launch.failures import failure, has_failed_by_itself
 from thinwire.launch.fork_server import ForkServer

@@ -15,6 +15,7 @@ from thinwire.hosts.offload.room import hold_to
 from thinwire.launch.apart import apart
 from thinwire.launch.fork_server import ForkServer
 from thinwire.methods.memory.residency import LEAST_SUB_GROUP
+from thinwire.tiers import checksum
 from thinwire.tiers.mount import disk_folder
 
 # So small that it hardly counts, but with a matrix and activations that are large enough for the disk.
@@ -32,7 +33,7 @@ def main() -> None:
         work(Path(path))
         return
     # As before a run: a compiler's memory is none of a worker's.
-    apart(lambda: warm(SDP4Bit().codecs))
+    apart(lambda: (warm(SDP4Bit().codecs), checksum.warm()))
     with ForkServer("thinwire.launch.preload") as server:
         code = server.start(["thinwire.launch.base", path, "worker"], dict(os.environ)).wait()
     raise SystemExit(code)

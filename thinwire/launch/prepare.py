@@ -67,7 +67,7 @@ from thinwire.run.run import Run, island_size, tokens_of
 from thinwire.run.run_dir import RunDir
 from thinwire.run.settings import to_toml
 from thinwire.table import Row, sent_row
-from thinwire.tiers import check_folder
+from thinwire.tiers import check_folder, checksum
 from thinwire.training.clock import choose_model
 from thinwire.training.planned import read_plan
 
@@ -291,7 +291,7 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
 
     if run.residency is not None and run.residency.memory_bytes is not None:
         # What a compiler leaves in memory would count against the budget of a worker that prepares the run itself.
-        apart(compile_kernels)
+        apart(lambda: (compile_kernels(), checksum.warm()))
     compile_kernels()
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     if run.residency is not None and run.residency.durable and not config.resume:

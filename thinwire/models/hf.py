@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, nearest
 from thinwire.models.balance import joined_loss, joined_sums, joins_layers, summed_over_ranks
-from thinwire.models.kept import PACKED, held, is_pruned, keep_folder, read_packed
+from thinwire.models.kept import PACKED, is_pruned, keep_folder, read_packed
 from thinwire.models.llama import next_token_loss, with_gradient_of
 from thinwire.table import Row
 from thinwire.tiers.tensor_file import StoredTensors
@@ -191,10 +191,9 @@ class StoredWeights:
         own = name.removeprefix("model.")
         return self._files[own].read(own).to(self._kinds[own]).float()
 
-    def are_all_of(self, model: nn.Module) -> bool:
-        """Whether the files hold what the state_dict of a model of transformers has, and nothing else."""
-        found = {name: file.shapes[name] for name, file in self._files.items()}
-        return found == {name: tensor.shape for name, tensor in held(model).items()}
+    def are_all_of(self, shapes: Mapping[str, torch.Size]) -> bool:
+        """Whether the files hold tensors of these names and shapes, and no others."""
+        return shapes == {name: file.shapes[name] for name, file in self._files.items()}
 
     @torch.no_grad()
     def fill_buffers(self, model: nn.Module) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from thinwire.errors import ConfigError
+from thinwire.tiers.tensor_file import StoredTensors
 
 MASKS, PACKED = "masks.safetensors", "packed.safetensors"
 # Behind the name of a matrix: one bit for each weight, 1 where it is kept.
@@ -100,12 +101,7 @@ def is_pruned(folder: Path) -> bool:
 
 def keep_folder(model: nn.Module, folder: Path) -> None:
     """Apply the masks that lie in a folder, if any."""
-    if (folder / PACKED).is_file():
-        keep(model, masks_packed(model, folder))
-    elif (folder / MASKS).is_file():
-        from safetensors.torch import load_file
-
-        keep(model, load_file(folder / MASKS))
+    keep(model, masks_in(folder, {name: param.shape for name, param in model.named_parameters()}))
 
 
 def write_packed(model: nn.Module, masks: Mapping[str, Tensor], folder: Path) -> None:
@@ -127,9 +123,9 @@ def write_packed(model: nn.Module, masks: Mapping[str, Tensor], folder: Path) ->
 @torch.no_grad()
 def read_packed(model: nn.Module, folder: Path) -> None:
     """Fill a model with the weights that `write_packed` wrote. Raises ConfigError for those of another model."""
-    masks = masks_packed(model, folder)
-    with opened(folder) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys() if not name.endswith(BITS)}  # noqa: SIM118
+    stored = StoredTensors(folder / PACKED)
+    masks = masks_in(folder, {name: param.shape for name, param in model.named_parameters()})
+    tensors = {name: stored.read(name) for name in stored.shapes if not name.endswith(BITS)}
     own = held(model)
     if odd := own.keys() ^ tensors.keys():
         raise ConfigError(f"{folder / PACKED} is of another model: {min(odd)} is in one of both alone")
@@ -143,17 +139,26 @@ def read_packed(model: nn.Module, folder: Path) -> None:
             tensor.zero_()[mask] = values.to(tensor.dtype)
 
 
-def masks_packed(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """The masks of a packed model, by name of the parameter."""
-    shapes = {name: tensor.shape for name, tensor in held(model).items()}
-    found = {}
-    with opened(folder) as file:
-        for key in file.keys():  # noqa: SIM118
-            name = key.removesuffix(BITS)
-            if name != key and name in shapes:
-                bits = np.unpackbits(file.get_tensor(key).numpy(), count=shapes[name].numel())
-                found[name] = torch.from_numpy(bits).bool().view(shapes[name])
-    return found
+def masks_in(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The masks of a folder, all at once. shapes: of the model's parameters."""
+    return {name: read() for name, read in mask_readers(folder, shapes).items()}
+
+
+def mask_readers(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Callable[[], Tensor]]:
+    """What reads the mask of each pruned matrix in a folder, by its name. shapes: of the model's parameters."""
+    if (folder / PACKED).is_file():
+        bits = StoredTensors(folder / PACKED)
+        names = [key.removesuffix(BITS) for key in bits.shapes if key.endswith(BITS)]
+        return {name: partial(_unpacked, bits, name, shapes[name]) for name in names if name in shapes}
+    if not (folder / MASKS).is_file():
+        return {}
+    masks = StoredTensors(folder / MASKS)
+    return {name: partial(masks.read, name) for name in masks.shapes}
+
+
+def _unpacked(stored: StoredTensors, name: str, shape: torch.Size) -> Tensor:
+    bits = np.unpackbits(stored.read(name + BITS).numpy(), count=shape.numel())
+    return torch.from_numpy(bits).bool().view(shape)
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
@@ -162,10 +167,3 @@ def held(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))
     return {name: tensor.detach() for name, tensor in found.values()}
-
-
-def opened(folder: Path) -> Any:
-    """The packed file of a folder."""
-    from safetensors import safe_open
-
-    return safe_open(folder / PACKED, framework="pt")

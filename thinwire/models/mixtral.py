@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
@@ -38,16 +41,22 @@ def mixtral_config(config: MoEConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(config).items() if name not in own | {"batch_priority"}}
 
 
-def mixtral_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def mixtral_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of a MoELlama in the names and shapes of a Mixtral's files: w1 gate, w3 up, w2 down transposed."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        prefix, is_expert, kind = name.partition(".mlp.experts.")
-        if not is_expert:
-            found[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = tensor
-            continue
-        number = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[kind]
-        for expert, weight in enumerate(tensor):
-            own = weight.t().contiguous() if number == "w2" else weight
-            found[f"{prefix}.block_sparse_moe.experts.{expert}.{number}.weight"] = own
-    return found
+    pairs = ((tensor, part) for name, tensor in state.items() for part in mixtral_parts(name, tensor.shape))
+    return {own: take(tensor) for tensor, (own, take) in pairs}
+
+
+def mixtral_parts(name: str, shape: torch.Size) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """What a Mixtral's files have of a tensor of a MoELlama: their names, and what each takes of it."""
+    prefix, is_expert, kind = name.partition(".mlp.experts.")
+    if not is_expert:
+        yield name.replace(".mlp.gate.", ".block_sparse_moe.gate."), lambda whole: whole
+        return
+    number = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[kind]
+    for expert in range(shape[0]):
+        yield f"{prefix}.block_sparse_moe.experts.{expert}.{number}.weight", partial(_matrix, expert, number == "w2")
+
+
+def _matrix(expert: int, transposed: bool, whole: Tensor) -> Tensor:
+    return whole[expert].t().contiguous() if transposed else whole[expert]

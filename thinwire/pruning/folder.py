@@ -16,7 +16,7 @@ from thinwire.convert.origin import Folder, ModelOrigin, SavedModel, load_folder
 from thinwire.convert.verify import UnfaithfulError
 from thinwire.errors import ConfigError
 from thinwire.models.hf import HFCausalLM
-from thinwire.models.kept import MASKS, PACKED, masks_packed, write_packed
+from thinwire.models.kept import MASKS, PACKED, masks_in, write_packed
 from thinwire.pruning.masks import check
 from thinwire.pruning.options import PruneConfig
 from thinwire.pruning.prune import Pruned, prune
@@ -69,7 +69,7 @@ def unpack(folder: str | Path, out: str | Path) -> None:
     model = load_folder(packed).model
     with new_folder(Path(out).expanduser()) as whole, explained(whole):
         model.save_pretrained(whole)
-        save_file(masks_packed(model, packed), whole / MASKS)
+        save_file(masks_in(packed, {name: param.shape for name, param in model.named_parameters()}), whole / MASKS)
         copy_tokenizer(packed, whole)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, uint8
 
 from thinwire.errors import ThinwireError
+from thinwire.tiers.checksum import crc32
 from thinwire.tiers.file import DiskFile
 from thinwire.tiers.pool import aligned, pages
 
@@ -32,7 +32,7 @@ class ChunkedFile:
         sums = list[int]()
         for number, (start, part, space) in enumerate(self._chunks(tensor)):
             space[: len(part)], space[len(part) :] = part, 0
-            sums.append(zlib.crc32(space.numpy().data))
+            sums.append(crc32(space))
             if known[number : number + 1] != sums[-1:]:
                 self.file.write(place + start, space)
         return sums
@@ -48,7 +48,7 @@ class ChunkedFile:
         """
         for (start, part, space), expected in zip(self._chunks(tensor), sums, strict=True):
             self.file.read(place + start, space)
-            if zlib.crc32(space.numpy().data) != expected:
+            if crc32(space) != expected:
                 raise ThinwireError(f"store {self.file.folder}: {what} not what was written: the disk is damaged")
             part.copy_(space[: len(part)])
 

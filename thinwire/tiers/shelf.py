@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from thinwire.codecs.random import derive_seed, named_seed
 from thinwire.errors import ThinwireError
+from thinwire.tiers.checksum import crc32
 from thinwire.tiers.coding import Coding
 from thinwire.tiers.file import DiskFile, Pace, TierMeter
 from thinwire.tiers.pool import BLOCK_BYTES, Pool, aligned, pages
@@ -270,7 +270,7 @@ class Shelf:
                 return slot.zero_()
             for (kind, part), expected in zip(self._parts(slot).items(), self._sums[number], strict=True):
                 self.files[kind].read(self._place(number, kind, self._slots[number]), part)
-                if zlib.crc32(part.numpy().data) != expected:
+                if crc32(part) != expected:
                     raise ThinwireError(
                         f"store {self.files[kind].folder}: record {number} of {kind} is not what was written: the disk "
                         "or its file system is damaged"
@@ -296,7 +296,7 @@ class Shelf:
     def _put_down(self, number: int, slot: Tensor) -> None:
         sums, at = [], 0 if self._kept is None else 1 - self._kept[number]
         for kind, part in self._parts(slot).items():
-            sums.append(zlib.crc32(part.numpy().data))
+            sums.append(crc32(part))
             self.files[kind].write(self._place(number, kind, at), part)
         self._sums[number], self._slots[number] = sums, at
 

@@ -27,7 +27,7 @@ from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.methods.pipeline import Costs, Pipeline, cut, fitted, simulate, token_shares
 from thinwire.methods.pipeline.drift import drifted, plan_from
-from thinwire.methods.pipeline.recompute import MORE_BYTES, mode_of
+from thinwire.methods.pipeline.recompute import MORE_BYTES, keeping, mode_of
 from thinwire.models import build_model
 from thinwire.state.replicas import digest
 
@@ -250,7 +250,16 @@ def checked_taken(own: PipelineStage, kept: dict[str, Any], links: Network) -> N
     told, *is_taken = taken(in_flight=2)
     assert told == "dropped: they were made for in_flight None, and this run has in_flight 2" and not any(is_taken)
     assert taken(skip=0.0)[0] == "dropped: no stage is skipped now"
-    own.plans.part = part
+    # Where recompute is "auto", the memory here says what is computed again along the same paths, which change no bit.
+    asked = kept["6"]["asked"] | {"recompute": "auto"}
+    own.plans.part = replace(part, options=replace(part.options, recompute="auto"))
+    ones = (1.0,) * part.made.num_chunks
+    own.plans.activations = memory.Activations(ones, (0.0,) * len(ones), (0.5,) * 4)
+    told = own.plans.take({num: text | {"asked": asked} for num, text in kept.items()})
+    assert told.endswith("; recompute always by the memory here, was never") and own.plans.network == links
+    assert keeping(own.plans.runner(6).plan) == plan_from(kept["6"])[0] != own.plans.runner(6).plan
+    assert own.plans.on_recompute[0][1].startswith("always")
+    own.plans.part, own.plans.activations = part, None
 
 
 def unvisited(rank: int) -> bool:

@@ -18,6 +18,7 @@ from thinwire.checkpoint import Source
 from thinwire.codecs import backends
 from thinwire.collectives import Communicator
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.device import random_state, set_random_state
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.agreeing import AgreeingOptimizer
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
@@ -113,9 +114,9 @@ class ForwardOptimizer(AgreeingOptimizer):
         self._warn_of_rounding()
         losses = torch.zeros(self.method.samples, 2, dtype=torch.float64)
         for k in range(self.method.samples):
-            random = torch.get_rng_state()
+            random = random_state()
             for side, distance in enumerate((self.method.eps, -self.method.eps)):
-                torch.set_rng_state(random)
+                set_random_state(random)
                 with self.directions.moved(self.steps, (self.comm.rank, k), distance):
                     losses[k, side] = _number(loss())
         slopes = (losses[:, 0] - losses[:, 1]) / (2 * self.method.eps)

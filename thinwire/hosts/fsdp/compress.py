@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from thinwire._compat import FSDPGroup, fsdp_groups
+from thinwire._compat.fsdp import FSDPGroup, fsdp_groups
 from thinwire.codecs import warm
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch.distributed.tensor import DTensor
 
-from thinwire._compat import FSDPGroup
+from thinwire._compat.fsdp import FSDPGroup
 from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds

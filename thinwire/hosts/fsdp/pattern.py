@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire._compat import FSDPParameter
+from thinwire._compat.fsdp import FSDPParameter
 from thinwire.hosts.fsdp.unit import FLOATS, GatheredUnit, LayoutError
 
 # A prime, so that neither rows nor shards repeat; its numbers are exact in bf16.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire._compat import FSDPGroup, FSDPParameter
+from thinwire._compat.fsdp import FSDPGroup, FSDPParameter
 from thinwire.codecs import Cast, Codec, Identity
 from thinwire.errors import ThinwireError
 from thinwire.hosts.dense import check_dense

@@ -7,19 +7,14 @@ import os
 import resource
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
-STATM = Path("/proc/self/statm")
+from thinwire.device import data_bytes
+
 # glibc's mallopt: blocks of so many bytes get pages of their own, which go back when they are freed.
 M_MMAP_THRESHOLD, OWN_PAGES_BYTES = -3, 1 << 20
 # At least the size of glibc's pthread_attr_t, and of a thread's stack under a budget: by default it has 8 MB.
 ATTRIBUTES_BYTES, STACK_BYTES = 128, 2 << 20
 NUM_PRIMITIVES = "32"
-
-
-def data_bytes() -> int:
-    """Bytes that count against this process's data limit, RLIMIT_DATA: private memory, used or not."""
-    return int(STATM.read_text().split()[5]) * resource.getpagesize()
 
 
 def give_pages_back() -> None:
@@ -47,12 +42,6 @@ def few_primitives() -> None:
     new shape for each token.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", NUM_PRIMITIVES)
-
-
-def limit_bytes() -> int | None:
-    """The limit on this process's data, in bytes; None: there is none."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def hold_to(memory_bytes: int) -> Callable[[], None]:

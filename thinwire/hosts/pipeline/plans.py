@@ -21,7 +21,7 @@ from thinwire.hosts.pipeline.statistics import counts_forwards
 from thinwire.methods.pipeline import Action, Costs, Plan, in_flight, simulate
 from thinwire.methods.pipeline.costs import peak_bytes
 from thinwire.methods.pipeline.drift import drifted, plan_from, plan_text
-from thinwire.methods.pipeline.recompute import AUTO, MODES, MORE_BYTES, mode_of
+from thinwire.methods.pipeline.recompute import AUTO, MODES, MORE_BYTES, fastest_within, keeping, mode_of
 from thinwire.methods.pipeline.simulate import PipelineTimeline
 from thinwire.table import Row
 
@@ -145,6 +145,8 @@ class StagePlans:
         if self.part.vocabulary is not None:
             found = replace(found, spread=self.part.vocabulary.kept_bytes(largest, self.part.options.barriers))
         self.activations = found
+        for num in self._fitted:
+            self._runners[num] = self._running(self._in_fitting_mode(self._runners[num].plan, self.network))
         self.on_recompute = [self._row_on_mode(self.runner(len(batches)).plan, found)]
         return self.on_recompute
 
@@ -227,10 +229,23 @@ class StagePlans:
         if changed := [name for name in now if before[name] != now[name]]:
             was, has = (", ".join(f"{name} {asked[name]}" for name in changed) for asked in (before, now))
             return f"dropped: they were made for {was}, and this run has {has}"
+        told = f"taken over for steps of {' or '.join(map(str, plans))} micro-batches, until links drift"
         for num, (plan, network) in plans.items():
-            self._runners[num], self.network = self._running(plan), network
+            own = self._in_fitting_mode(plan, network)
+            self._runners[num], self.network = self._running(own), network
+            if self.activations is not None:
+                self.on_recompute = [self._row_on_mode(own, self.activations)]
+            if own != plan:
+                told += f"; recompute {mode_of(own)} by the memory here, was {mode_of(plan)}"
         self._fitted = set(plans)
-        return f"taken over for steps of {' or '.join(map(str, plans))} micro-batches, until links drift"
+        return told
+
+    def _in_fitting_mode(self, plan: Plan, network: Network | None) -> Plan:
+        """A plan that was taken over, as the memory here asks for where recompute is "auto" and decided."""
+        if self.part.options.recompute != AUTO or (known := self.activations) is None:
+            return plan
+        costs = known.costs(Costs.even(self.part.made.num_chunks))
+        return fastest_within(keeping(plan), costs, network, known.free)
 
     def _of_first(self, value: Any) -> Any:
         """The first rank's result, for all on its tensor axis, which must run actions in one order.

@@ -19,10 +19,12 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.interface import ParallelOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
+from thinwire.hosts.sharded.describe import rows_on_messages
 from thinwire.hosts.sharded.gradients import Gradients
 from thinwire.hosts.sharded.guard import guard
 from thinwire.hosts.sharded.held import HeldGradients
 from thinwire.hosts.sharded.memory import Memory
+from thinwire.hosts.sharded.norms import Norms
 from thinwire.hosts.sharded.owned import Owned, States, StatesInMemory
 from thinwire.hosts.sharded.passing import PassingWeights, set_whole
 from thinwire.hosts.sharded.seeds import Seeds
@@ -146,6 +148,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         )
         releases = self.weights_pass or (residence is not None and residence.steps_at_once)
         self._gradients = Gradients(self.units, self._weights, self._seeds, releases=releases)
+        self._norms = Norms(ranks, self.buckets, self._gradients)
         if overlap or comes_and_goes:
             self._guard_weights()
         self._residence = residence
@@ -164,11 +167,11 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         """Give the disk what it asks of the optimizer, and go on from the step that it holds, if it holds one."""
         if residence.gradients is not None:
             self._gradients.keeper = residence.gradients
-            residence.gradients.norms_of = self._norms
+            residence.gradients.norms_of = self._norms.of
         if residence.steps_at_once:
             at_once = residence.at_once(self.inner, self.states, self.buckets, across, self._seeds.updates)
             self._at_once = self._gradients.keeper = at_once
-            at_once.norms_of, at_once.used = self._norms, self._gradients.used
+            at_once.norms_of, at_once.used = self._norms.of, self._gradients.used
         if residence.sampler is not None:
             residence.sampler.seed = partial(self._seeds.activations, self.comm.rank)
         if residence.journal is not None:
@@ -359,7 +362,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         norm, edited = math.nan, False
         for comm in self._comms:
             slots = self._slots_of(comm)
-            squares = self._squares() if comm is self.comm else 0.0
+            squares = self._norms.squares if comm is self.comm else 0.0
             used = [slot.name in self._gradients.used for slot in slots]
             word = StepStatus(squares, self._loss, self._stop, used, self.told, self._weights.edited)
             agreed = self._ranks_of(comm).agree(word)
@@ -372,19 +375,6 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             self._weights.edited = False
             self.check_replicas()
         return torch.tensor(norm, dtype=torch.float64)
-
-    def _squares(self) -> float:
-        """Sum of squares of the elements of this rank's slices of the mean gradient that it counts."""
-        taken = self._gradients.keeper
-        norms = (self._norms(bucket) if taken is None else taken.norms[bucket] for bucket in self.buckets)
-        return sum((norm * norm for own in norms for norm in own), 0.0)
-
-    def _norms(self, bucket: FlatBucket) -> list[float]:
-        """2-norms of the parts of a bucket's mean gradient that this rank counts."""
-        counted = [slot.owned for slot in bucket.slots if self.ranks.counts(slot.name)]
-        is_whole = len(counted) == len(bucket.slots)
-        pieces = [slice(None)] if is_whole else counted
-        return [float(torch.linalg.vector_norm(bucket.shard_grad[piece], dtype=torch.float64)) for piece in pieces]
 
     @property
     def bytes_per_step(self) -> int:
@@ -427,25 +417,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         return [bucket for bucket in self.buckets if any(slot.name in names for slot in bucket.slots)]
 
     def describe(self) -> list[Row]:
-        grid, name, buckets = self.comm.topology, self.method.name, self.buckets
-        rows: list[Row] = [(f"strategy {name}", name, ""), ("topology", str(grid), self.comm.topology_reason)]
-        if grid.world_size == 1:
-            rows.append(("compression", "none", "a single rank sends nothing: weights and gradients stay exact"))
-        else:
-            rows += self.method.describe(buckets[0].layout.levels, [unit.unit for unit in self.units])
-            if held := self.memory.planned_bytes:
-                own, fresh = self.memory.own[0], max(bucket.layout.wire.fresh for bucket in buckets)
-                effect = str(own) if own is not None else "differences from estimates" if fresh else "on"
-                rows.append(("error feedback", effect, f"{held / 1e6:.3f} MB on this rank"))
-            if self._sums is not None:
-                rows += self._sums.rows()
-            device = buckets[0].live.device
-            kernels = {codec.backend(device) for bucket in buckets for codec in bucket.layout.wire.codecs}
-            rows.append(("codec kernels", ", ".join(sorted(kernels)), f"on {device}"))
-            padded, true = sum(b.layout.numel for b in buckets), sum(slot.span.numel for slot in self._slots)
-            padding = f"{padded / max(true, 1) - 1:.2%} padding"
-            rows.append(("flat tensors", f"{len(buckets)}, {true:,} parameters", padding))
-        varies = any(codec.has_variable_length for bucket in buckets for codec in bucket.layout.wire.codecs)
+        rows = [*rows_on_messages(self.method, self.comm, self.units, self.memory, self._sums)]
+        varies = any(codec.has_variable_length for bucket in self.buckets for codec in bucket.layout.wire.codecs)
         bound = "at most " if varies else ""
         rows.append(sent_row(self.bytes_per_step, self.uncompressed_bytes_per_step, bound))
         away = [] if self._residence is None else self._residence.describe()

@@ -39,6 +39,12 @@ def recompute(plan: Plan, mode: str) -> Plan:
     return replace(plan, orders=tuple(tuple(_with(order, mode == "except-last")) for order in plan.orders))
 
 
+def keeping(plan: Plan) -> Plan:
+    """The plan without what it recomputes: the inverse of `recompute`."""
+    orders = (tuple(action for action in order if action.kind != RECOMPUTE) for order in plan.orders)
+    return replace(plan, orders=tuple(orders))
+
+
 def fastest_within(
     plan: Plan, costs: Costs, network: Network | None = None, memory: Sequence[float] | None = None
 ) -> Plan:

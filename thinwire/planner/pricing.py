@@ -74,8 +74,8 @@ class Pricing:
 
     methods: by name of the strategy, and of the method of islands. dtype: the compute type. estimator: of the memory of
     a process. tables: options that are stated. loss: as for `thinwire train`. optimizer: whose state is counted where
-    the model is not cut; elsewhere AdamW's is. spreads, orders: what islands exchange, and the best orders of nodes,
-    once they are known.
+    the model is not cut; elsewhere AdamW's is. spreads, orders, groups: what islands exchange, the best orders of
+    nodes, and other groups of ranks than machines, once they are known.
     """
 
     model: Llama
@@ -87,6 +87,7 @@ class Pricing:
     tables: Tables = field(default_factory=dict)
     loss: str = "auto"
     optimizer: str = ADAMW
+    groups: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     spreads: dict[Hashable, dict[tuple[str, str], int]] = field(default_factory=dict)
     orders: dict[Hashable, RankOrder] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], Pricing] = field(default_factory=dict)
@@ -111,7 +112,8 @@ class Pricing:
         key = tuple(ranks)
         if key not in self._parts:
             self._parts[key] = replace(
-                self, machine=self.machine.part(ranks), spreads={}, orders={}, _parts={}, _attentions={}, _plans={},
+                self, machine=self.machine.part(ranks), spreads={}, orders={}, groups={}, _parts={},
+                _attentions={}, _plans={},
             )  # fmt: skip
         return self._parts[key]
 
@@ -203,7 +205,7 @@ class Pricing:
 
     def joined(self, way: Candidate, parts: Sequence[nn.Module]) -> Joined:
         """What the replicas of each stage exchange, and the word of all ranks on a step, in place of the replicas'."""
-        method, replicas, local = self.methods[way.strategy], self.replicas(way), self.machine.local_size // way.tensor
+        method, replicas, local = self.methods[way.strategy], self.replicas(way), self.group_of(way)
         everyone = Topology(way.stages * way.sharing // local, local)
         found = [method.exchanges(part, replicas, 1) for part in parts]
         each = [replace(one, each=tuple(own for own in one.each if own.operation != WORD)) for one in found]
@@ -223,17 +225,21 @@ class Pricing:
         return simulate(graph, grid.part(grid.groups(1)[0]))
 
     def replicas(self, way: Candidate) -> Topology:
+    def group_of(self, way: Candidate) -> int:
+        """Ranks that the strategy takes for those of one node; of each tensor axis the first."""
+        return (way.group or self.machine.local_size) // way.tensor
+
         """The ranks of one stage that the strategy joins."""
         num = way.sharing
-        local = min(self.machine.local_size // way.tensor, num)
+        local = min(self.group_of(way), num)
         return Topology(num // local, local) if num % local == 0 else Topology(num, 1)
 
     def plan_of(self, way: Candidate, part: nn.Module) -> MethodPlan:
         """The strategy's plan of a part of the model, on the ranks that it joins."""
-        shapes = tuple(param.shape for param in part.parameters())
-        key = (way.strategy, way.sharing, way.tensor, way.num_micro_batches, shapes)
+        shapes, grid = tuple(param.shape for param in part.parameters()), self.replicas(way)
+        key = (way.strategy, grid, way.tensor, way.num_micro_batches, shapes)
         if key not in self._plans:
-            method, grid = self.methods[way.strategy], self.replicas(way)
+            method = self.methods[way.strategy]
             found = method.plan(part, grid, way.num_micro_batches)
             if name_of(self.optimizer) in COUNTED[1:] and part is self.model:
                 found = by_optimizer(found, method, part, self.optimizer, grid)

@@ -79,6 +79,7 @@ class Search:
         return list(found.items())
 
 
+            more += f" in groups of {way.group} rank(s)" if way.group else ""
 def search(
     model: Llama, found: Iterable[Candidate], planned: PlanOf, grid: Grid, seq_len: int,
     memory_bytes: float | None = None, loss: str = "auto",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from torch import nn
 
@@ -14,7 +13,6 @@ from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.cost import Machine, Message, Timeline, Work, simulate
 from thinwire.cost.machine import LAYER, MIXTURE
-from thinwire.errors import ConfigError
 from thinwire.losses import loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method, MethodPlan
@@ -25,10 +23,10 @@ from thinwire.methods.schedule import END, RING, PlannedExchanges, plain
 from thinwire.methods.sequence.inside import check_strategy
 from thinwire.models import Llama, MoELlama
 from thinwire.models.llama import LlamaConfig
-from thinwire.models.tensor import cut_skeleton
 from thinwire.options import Tables
 from thinwire.planner.attention import AttentionCost, attention_of
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.cut import cut_model
 from thinwire.planner.forward import Forward, dense_of, layer_and_ends
 from thinwire.planner.memory import Estimator, Offset, Recorded, features_of
 from thinwire.planner.optimizers import ADAMW, COUNTED, by_optimizer
@@ -87,9 +85,9 @@ class Pricing:
     tables: Tables = field(default_factory=dict)
     loss: str = "auto"
     optimizer: str = ADAMW
-    groups: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     spreads: dict[Hashable, dict[tuple[str, str], int]] = field(default_factory=dict)
     orders: dict[Hashable, RankOrder] = field(default_factory=dict)
+    groups: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], Pricing] = field(default_factory=dict)
     _cut: dict[int, Llama] = field(default_factory=dict)
     _attentions: dict[Hashable, AttentionCost] = field(default_factory=dict)
@@ -137,8 +135,7 @@ class Pricing:
     def cut(self, tensor: int) -> Llama:
         """The shapes of one rank of a tensor axis."""
         if tensor not in self._cut:
-            self._cut[tensor] = copy.deepcopy(self.model) if tensor > 1 else self.model
-            cut_skeleton(self._cut[tensor], tensor)
+            self._cut[tensor] = cut_model(self.model, tensor)
         return self._cut[tensor]
 
     def forward_of(self, way: Candidate, order: RankOrder = ()) -> float:
@@ -178,10 +175,6 @@ class Pricing:
     def check(self, way: Candidate) -> None:
         """Raise ConfigError for a strategy that can't train on a candidate's mesh."""
         method = self.methods[way.strategy]
-        if isinstance(self.model, MoELlama) and way.tensor > 1:
-            raise ConfigError("a tensor axis refuses a mixture: each of its ranks would lose part of the balance loss")
-        if way.experts > 1 and way.stages > 1:
-            raise ConfigError("ranks that share experts beside stages: not supported, and without a price")
         if way.tensor > 1:
             check_on_mesh(method)
         if way.sequence > 1:
@@ -192,14 +185,22 @@ class Pricing:
             check_stages(way.pipeline, way.stages, len(self.model.model.layers))
             check_inside(method, way.replicas)
 
-    def staged(self, way: Candidate, order: RankOrder) -> Staged:
-        """The simulated step of a candidate with stages, its ranks in this order. Raises ConfigError."""
+    def staged(
+        self, way: Candidate, order: RankOrder, more_s: float = 0.0,
+        alike: Callable[[nn.Module], nn.Module] = lambda part: part,
+    ) -> Staged:  # fmt: skip
+        """The simulated step of a candidate with stages, its ranks in this order. Raises ConfigError.
+
+        more_s: seconds that a layer takes beyond those of a dense model, forward and backward. alike: what of a stage
+        all of its ranks have.
+        """
         grid = self.placed(order, way.tensor)
         sizes = (way.stages, way.num_micro_batches, way.micro_batch)
-        attention_s = self.attention(way).seconds / grid.busy
+        inside_s = self.attention(way).seconds / grid.busy + more_s
         stages = stages_of(
             self.cut(way.tensor), way.pipeline, *sizes, self.seq_len, grid, self.loss, way.tensor,
-            sequence=way.sequence, attention_s=attention_s, dtype=self.dtype, join=partial(self.joined, way),
+            sequence=way.sequence, inside_s=inside_s, dtype=self.dtype,
+            join=lambda parts: self.joined(way, list(map(alike, parts))),
         )  # fmt: skip
         return Staged(grid, stages, order[:: way.tensor])
 
@@ -224,11 +225,11 @@ class Pricing:
         graph = method.schedule(model, self.replicas(way), way.num_micro_batches, work)
         return simulate(graph, grid.part(grid.groups(1)[0]))
 
-    def replicas(self, way: Candidate) -> Topology:
     def group_of(self, way: Candidate) -> int:
         """Ranks that the strategy takes for those of one node; of each tensor axis the first."""
         return (way.group or self.machine.local_size) // way.tensor
 
+    def replicas(self, way: Candidate) -> Topology:
         """The ranks of one stage that the strategy joins."""
         num = way.sharing
         local = min(self.group_of(way), num)

@@ -163,26 +163,26 @@ class Stages:
 
 def stages_of(
     model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid,
-    loss: str = "auto", tensor: int = 1, sequence: int = 1, attention_s: float = 0.0,
+    loss: str = "auto", tensor: int = 1, sequence: int = 1, inside_s: float = 0.0,
     memory_bytes: float | None = None, join: Callable[[Sequence[nn.ModuleDict]], Joined] | None = None,
     dtype: str = "fp32",
 ) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
 
     loss: as for `thinwire train`. tensor: ranks over which the model's matrices are already cut, and which sum their
-    results twice in each layer's forward and twice in its backward. sequence: ranks that share each sequence, and send
-    for attention_s seconds in each layer's forward and backward together. memory_bytes: of a rank, by which recompute
-    "auto" is decided; the result's options state what was chosen. join: what the replicas of each part send each other;
-    None: nothing. dtype: the compute type. Raises ConfigError for stages, layers and micro-batches that do not fit each
-    other.
+    results twice in each layer's forward and twice in its backward. sequence: ranks that share each sequence.
+    inside_s: seconds that each layer takes beyond its operations, forward and backward together. memory_bytes: of a
+    rank, by which recompute "auto" is decided; the result's options state what was chosen. join: what the replicas of
+    each part send each other; None: nothing. dtype: the compute type. Raises ConfigError for stages, layers and
+    micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers))
     parts, sizes = cut_parts(model, options, stages, seq_len, tensor)
     home = options.home(stages)
     even = costs_of(model, options, sizes, home, batch, seq_len, grid.flops, loss, tensor, sequence, dtype)
     sum_s = grid.sum_s(4.0 * batch * seq_len * model.config.hidden_size / sequence, tensor)
-    # Half of attention's messages go forward, and each pass stands for two sums.
-    costs = grid.launched(with_sums(even, sizes, sum_s + attention_s / 4))
+    # Half of them in the forward, and each pass stands for two sums.
+    costs = grid.launched(with_sums(even, sizes, sum_s + inside_s / 4))
     costs = replace(costs, tied_bytes=tied_bytes(model, options, stages, tensor), copies=copies_of(parts, options))
     step = Steps(options, stages, grid.costs(costs, options, stages), grid.links(stages, options.across, tensor))
     if options.recompute == AUTO:

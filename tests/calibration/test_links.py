@@ -122,6 +122,11 @@ def test_a_long_way_is_no_slow_link_and_a_nodes_ranks_share_theirs(monkeypatch: 
         assert scatter[a][b] == pytest.approx(0.05 if is_late else 0.0, abs=0.03)
     # Four of the six links that were probed lie inside a node, and have no burst.
     assert found.nodes == (0, 0, 1, 1) and found.burst_s == pytest.approx(0.02, rel=0.01)
+    # So they do where a run takes each rank for a node of its own, and is told the machines.
+    flat: Any = Ranks(4)
+    told = measured_rates(flat, grid=Topology(2, 2))
+    assert told.nodes == found.nodes and told.rates[1][2] == pytest.approx(1e7, rel=1e-3)
+    assert measured_rates(flat).rates[1][2] == pytest.approx(5e6, rel=0.05)
 
 
 def test_a_pass_is_its_operations_and_a_launch() -> None:

@@ -319,7 +319,7 @@ def test_rings_and_shared_sequences_take_an_order_too() -> None:
     assert rows[0][2] > rows[0][1] == pytest.approx(rows[0][3]) and told["predicted"]["step_s"] == shared.step_s
     assert sum(rows[0]) == pytest.approx(told["predicted"]["sent_bytes"])
     for strategy, order in (("ddp", (0, 2, 1, 3)), ("zero", (0, 1, 2, 3))):
-        bad = planned(machine(FAST, bad=(0, 1)), strategies=[strategy], stages=1, axes=()).best
+        bad = planned(machine(FAST, bad=(0, 1)), strategies=[strategy], stages=1, axes=(), has_groups=False).best
         assert bad.order == order or (strategy == "ddp" and bad.order == (0, 3, 1, 2))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from thinwire.collectives import Topology
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.report.page import plan_table
@@ -47,9 +48,11 @@ def test_links_that_have_changed_are_named(plan: Path, monkeypatch: pytest.Monke
     # Places 0 and 1 are ranks 0 and 2. The others are a fifth slower.
     now = tuple(tuple(1.25e6 if {a, b} != {0, 2} else 10e6 for b in range(3)) for a in range(3))
     asked: list[Any] = []
+    machines: list[Topology] = []
 
-    def rates(comm: Any, wanted: Any) -> Network:
+    def rates(comm: Any, wanted: Any, grid: Topology) -> Network:
         asked.append(wanted)
+        machines.append(grid)
         return Network((0, 1, 2), now, ((0.0,) * 3,) * 3)
 
     monkeypatch.setattr(planned, "measured_rates", rates)
@@ -63,6 +66,8 @@ def test_links_that_have_changed_are_named(plan: Path, monkeypatch: pytest.Monke
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"nodes": [0, 0, 1]}))
     Planned(config(plan, order=(0, 2, 1)), RANKS, warnings.append)
     assert asked[1] == {(0, 1), (1, 0)}
+    # Machines are those of the plan, whatever the run takes for a node.
+    assert machines == [Topology(3, 1), Topology(2, 1)]
     page = plan_table(read_run(plan.parent / "run"))
     assert "the border between computing and waiting is not predicted" in page
     assert "0 to 2" in page and "-90 %" in page and "<td>step_s</td><td>1 s</td><td>1.50 s</td><td>50 %</td>" in page
@@ -72,7 +77,7 @@ def test_a_link_over_another_way_is_named(plan: Path, monkeypatch: pytest.Monkey
     """All links carry what was planned; that from 0 to 2 is 75 ms longer, and another by what a busy machine adds."""
     delays = [[0.0, 5e-3, 80e-3], [5.9e-3, 0.0, 5e-3], [5e-3, 5e-3, 0.0]]
     links = Network((0, 1, 2), ((12.5e6,) * 3,) * 3, tuple(map(tuple, delays)))
-    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted: links)
+    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted, grid: links)
     content = json.loads(plan.read_text()) | {"delays_s": [[5e-3] * 3] * 3}
     warnings: list[str] = []
     # Two messages of a step are late by 15% of it, one message by 7.5%; 100 by 9%, which is no more than jitter.
@@ -90,7 +95,7 @@ def test_a_link_over_another_way_is_named(plan: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_fresh_plan_and_loopback_are_not_measured(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted: pytest.fail("measured"))
+    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted, grid: pytest.fail("measured"))
     own = plan.rename(plan.parent / "run" / "plan.json")
     assert Planned(config(own, own.parent), RANKS, print).is_fresh
     monkeypatch.setattr(planned, "all_on_this_machine", lambda world_size: True)
@@ -98,7 +103,7 @@ def test_a_fresh_plan_and_loopback_are_not_measured(plan: Path, monkeypatch: pyt
 
 
 def test_a_plan_of_other_nodes_is_refused(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted: Network.even(3, 12.5e6))
+    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted, grid: Network.even(3, 12.5e6))
     content = json.loads(plan.read_text()) | {"nodes": [0, 1, 2], "names": ["a", "c", "b"]}
     plan.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"made for the nodes a, c, b, .* on a, b, c; nearest: start the nodes in th"):

@@ -77,12 +77,16 @@ def rounds_on(grid: Topology, wanted: Collection[tuple[int, int]] | None = None)
             yield left
 
 
-def measured_rates(comm: Communicator, wanted: Collection[tuple[int, int]] | None = None) -> Network:
+def measured_rates(
+    comm: Communicator, wanted: Collection[tuple[int, int]] | None = None, grid: Topology | None = None
+) -> Network:
     """Rates and delays between the ranks, in both directions, equal on all ranks. A collective; see `probed`."""
-    return probed(comm, wanted)[0]
+    return probed(comm, wanted, grid)[0]
 
 
-def probed(comm: Communicator, wanted: Collection[tuple[int, int]] | None = None) -> tuple[Network, Table]:
+def probed(
+    comm: Communicator, wanted: Collection[tuple[int, int]] | None = None, grid: Topology | None = None
+) -> tuple[Network, Table]:
     """Rates and delays between the ranks, in both directions, and how much they scatter, equal on all ranks.
 
     In each round, pairs of ranks that share no link send to each other in turns. Messages grow until they take PROBE_S
@@ -90,9 +94,11 @@ def probed(comm: Communicator, wanted: Collection[tuple[int, int]] | None = None
     The faster of two probes counts, because other work on a machine only slows them. The scatter of a link is
     what its slower probe of the longest message took beyond the faster one, as a share of it. A collective.
 
-    wanted: pairs of ranks whose links are measured, the same on all ranks; others are without limit. None: all.
+    Args:
+        wanted: pairs of ranks whose links are measured, the same on all ranks; others are without limit. None: all.
+        grid: the machines whose ranks share a link, which may be others than the groups of `comm`; None: these.
     """
-    size, grid = comm.world_size, comm.topology
+    size, grid = comm.world_size, grid or comm.topology
     rates, delays, scatter = ([[each] * size for _ in range(size)] for each in (float("inf"), 0.0, 0.0))
     bursts = dict[tuple[int, int], float]()
     for pairs in rounds_on(grid, wanted):

@@ -161,6 +161,8 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     if candidate.experts > 1:
         options |= {f"{EXPERTS}.{name}": value for name, value in candidate.travel}
         options[f"{EXPERTS}.parallel"] = candidate.experts
+    if candidate.group:
+        options["local_size"] = candidate.group
     if candidate.outer:
         options |= {"inner": candidate.strategy, "local_size": candidate.num_ranks // candidate.islands}
     strategy = candidate.outer or candidate.strategy

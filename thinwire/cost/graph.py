@@ -74,6 +74,14 @@ class StepGraph:
     jobs: tuple[GraphJob, ...] = ()
     slots: int = 4
 
+    def link_bytes(self) -> dict[tuple[int, int], float]:
+        """Bytes of all messages, by (from, to)."""
+        found: Counter[tuple[int, int]] = Counter()
+        for task in self.tasks:
+            if isinstance(task.does, Message):
+                found[task.rank, task.does.target] += task.does.num_bytes  # type: ignore[assignment]
+        return dict(found)
+
     def sent(self, rank: int) -> dict[tuple[str, str], float]:
         """Bytes that a rank sends, by (operation, level)."""
         found: Counter[tuple[str, str]] = Counter()

@@ -41,6 +41,7 @@ class Candidate:
         islands: number of islands.
         nodes: machines of each island; 1: it lies inside one.
         travel: options of what travels to or from experts, once it is chosen.
+        group: ranks that the strategy takes for those of one node, neighbours: `--local-size`. 0: those of a machine.
     """
 
     strategy: str
@@ -57,6 +58,7 @@ class Candidate:
     islands: int = 1
     nodes: int = 1
     travel: tuple[tuple[str, Any], ...] = ()
+    group: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -105,6 +107,11 @@ class Candidate:
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "data=1"
 
     @property
+    def layout(self) -> str:
+        """The mesh, and the groups of ranks if they are not machines."""
+        return f"{self.mesh}, groups of {self.group}" if self.group else self.mesh
+
+    @property
     def borders(self) -> str:
         """The codecs of hidden states and of their gradients."""
         return f"{self.pipeline.forward}, {self.pipeline.backward}" if self.stages > 1 else ""
@@ -123,6 +130,7 @@ class Candidate:
         cut = [f"--{axis} {ranks}" for axis, ranks in (axes | {"tensor": self.tensor}).items() if ranks > 1]
         table += [f"--experts.{name} {value}" for name, value in self.travel]
         table += [f"--memory {self.memory}"] if self.memory else []
+        table += [f"--local-size {self.group}"] if self.group else []
         for name, options in self.settings.items():
             table += [f"--{name}.{option} {shlex.quote(str(value))}" for option, value in options.items()]
         strategy = f"--strategy {name_of(self.strategy)}"

@@ -44,8 +44,9 @@ class StrategyChoice:
         """Why a candidate is not to be chosen; empty: it may be."""
         if way.not_yet:
             return way.not_yet
-        if self.is_mixture and way.stages > 1:
-            return "stages of a mixture are not supported yet: each would lose part of its balance loss"
+        if self.is_mixture and max(way.stages, way.tensor) > 1:
+            what = "stages" if way.stages > 1 else "tensor ranks"
+            return f"{what} of a mixture are not supported yet: each would lose part of its balance loss"
         if way.outer in self.left_out:
             return "what islands learn from a token is not known here; name them in --strategies to choose by seconds"
         if way.strategy in self.aside or way.outer in self.aside:

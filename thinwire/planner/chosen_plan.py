@@ -127,13 +127,15 @@ def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> 
         micro_batch=config.micro_batch, strategies=strategies_of(config), stages=stages, dtype=dtype,
         loss=config.loss, tables=config.tables, axes=ALL_AXES if config.is_planned_late else stated,
         optimizer=config.optimizer or ADAMW, has_settings=config.is_planned_late,
+        has_groups=config.is_planned_late and config.local_size is None,
     )  # fmt: skip
 
 
 def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
     """The changes of the configuration for a plan."""
     values = found.values
-    values.pop("local_size")
+    if not found.best.candidate.group:
+        values.pop("local_size")
     tables = dict(config.tables)
     if EXPERTS in tables and EXPERTS not in values:
         # Every rank has all of them, and nothing is left to be chosen.

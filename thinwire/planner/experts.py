@@ -207,19 +207,17 @@ def capacity_notes(model: nn.Module, config: ExplainConfig, shape: MeshShape) ->
     return model.config.capacity_rows(tokens_of(config, shape)) if isinstance(model, MoELlama) else []
 
 
-def apart_of(whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> tuple[nn.Module, nn.Module, Topology]:
-    """What a rank has besides experts, and of the experts; and the grid of those that have the same experts.
-
-    Raises ConfigError for a model or ranks that don't fit.
-    """
-    _, placement = placed(whole, config, shape)
-    paths = tuple(f"{name}." for name in experts_of(whole))
-    named = dict(whole.named_parameters())
+def split_off(model: nn.Module, placement: ExpertPlacement) -> tuple[nn.Module, nn.Module]:
+    """What a rank has of a model besides experts, and of the experts. Raises ConfigError for a model without any."""
+    paths, named = tuple(f"{name}." for name in experts_of(model)), dict(model.named_parameters())
     experts = {name: placement.part(param, 0) for name, param in named.items() if name.startswith(paths)}
-    rest = {name: param for name, param in named.items() if name not in experts}
+    return holder({name: param for name, param in named.items() if name not in experts}), holder(experts)
+
+
+def alike_on(config: ExplainConfig, shape: MeshShape) -> Topology:
+    """The grid of the ranks that have the same experts."""
     same = [rank for rank in range(shape.world_size) if rank // shape.sequence % shape.expert == 0]
-    replicas = Topology.stated(len(same), along(Topology(config.nodes, config.local_size), same))
-    return holder(rest), holder(experts), replicas
+    return Topology.stated(len(same), along(Topology(config.nodes, config.local_size), same))
 
 
 def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape: MeshShape) -> MethodPlan:
@@ -236,7 +234,7 @@ def expert_plan(strategy: Method, whole: nn.Module, config: ExplainConfig, shape
     options = options_of(config, shape, sizes.width)
     grid = Topology(config.nodes, config.local_size)
     holders = neighbours(0, shape.expert, shape.sequence)
-    rest, experts, replicas = apart_of(whole, config, shape)
+    (rest, experts), replicas = split_off(whole, placement), alike_on(config, shape)
     first, second = (strategy.plan(each, on, config.passes) for each, on in ((rest, grid), (experts, replicas)))
     of_layer = rows_sent(whole, config, shape, options)
     passes = sizes.layers * config.passes

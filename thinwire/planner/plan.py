@@ -16,6 +16,7 @@ from thinwire.models.tensor import tensor_sizes
 from thinwire.options import EXPERTS, PIPELINE, Tables, model_table
 from thinwire.planner.candidates import AxisSizes, Candidate, candidates
 from thinwire.planner.choice import choice_of
+from thinwire.planner.grouping import with_groups
 from thinwire.planner.memory import Estimator, Offset
 from thinwire.planner.optimizers import ADAMW, takes
 from thinwire.planner.options import AUTO
@@ -50,8 +51,9 @@ def plan(
     axes: Collection[str] = ALL_AXES,
     optimizer: str = ADAMW,
     has_settings: bool = True,
+    has_groups: bool = True,
 ) -> TrainingPlan:
-    """Find the fastest way to train on a machine: strategy, mesh, micro-batch, borders, and the order of ranks.
+    """Find the fastest way to train on a machine: strategy, mesh, groups, micro-batch, borders, and the order of ranks.
 
     Closed forms rank all candidates; the best are simulated. What the house can't train yet is priced and not chosen.
     The objective is seconds to a target loss where it is known of all strategies what they learn from a token, else
@@ -76,6 +78,7 @@ def plan(
         optimizer: with its options. Its state is counted where the model is not cut, elsewhere AdamW's; strategies and
             meshes that it can't train with are left out.
         has_settings: whether settings of strategies are tried that are not stated; see `Method.worth_trying`.
+        has_groups: whether a strategy may take other ranks than those of a machine for one node.
 
     Raises ConfigError if nothing fits; it names the least memory that would do.
     """
@@ -107,6 +110,7 @@ def plan(
         )
         if stages in (None, way.stages) and (way.outer or choice.has_plain) and takes(optimizer, way)
     ]  # fmt: skip
+    listed = [*with_groups(listed, pricing)] if has_groups else listed
     if not listed:
         raise no_mesh(ranks, tokens_per_step, seq_len, tables, strategies, stages)
     memory = min(machine.memory_bytes, memory_bytes or machine.memory_bytes)

@@ -13,7 +13,7 @@ from thinwire.methods.memory import Floor, Residency, Setup, placed as parts_of,
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.mixture import price_experts
 from thinwire.planner.pricing import Pricing
-from thinwire.planner.rough import best_order, link_s
+from thinwire.planner.rough import best_order
 from thinwire.planner.search import Priced
 
 
@@ -59,7 +59,9 @@ def alone(pricing: Pricing, way: Candidate) -> Priced:
         "sent_bytes": sum(timeline.graph.sent(0).values()) + passes * attention.sent_by(order[0]),
         "peak_rss_bytes": memory,
     }  # fmt: skip
-    on_link_s = min(link_s(pricing, way) + passes * attention.seconds, step_s)
+    grid = pricing.placed(order, way.tensor)
+    link_s = grid.part(grid.groups(1)[0]).fabric.busiest_s(timeline.graph.link_bytes())
+    on_link_s = min(link_s + passes * attention.seconds, step_s)
     return Priced(way, step_s, 1 - compute_s / step_s, memory, on_link_s, order, terms, counted)
 
 

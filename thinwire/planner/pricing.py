@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from torch import nn
 
@@ -14,7 +13,6 @@ from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.cost import Machine, Message, Timeline, Work, simulate
 from thinwire.cost.machine import LAYER, MIXTURE
-from thinwire.errors import ConfigError
 from thinwire.losses import loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method, MethodPlan
@@ -25,10 +23,10 @@ from thinwire.methods.schedule import END, RING, PlannedExchanges, plain
 from thinwire.methods.sequence.inside import check_strategy
 from thinwire.models import Llama, MoELlama
 from thinwire.models.llama import LlamaConfig
-from thinwire.models.tensor import cut_skeleton
 from thinwire.options import Tables
 from thinwire.planner.attention import AttentionCost, attention_of
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.cut import cut_model
 from thinwire.planner.forward import Forward, dense_of, layer_and_ends
 from thinwire.planner.memory import Estimator, Offset, Recorded, features_of
 from thinwire.planner.optimizers import ADAMW, COUNTED, by_optimizer
@@ -74,8 +72,8 @@ class Pricing:
 
     methods: by name of the strategy, and of the method of islands. dtype: the compute type. estimator: of the memory of
     a process. tables: options that are stated. loss: as for `thinwire train`. optimizer: whose state is counted where
-    the model is not cut; elsewhere AdamW's is. spreads, orders: what islands exchange, and the best orders of nodes,
-    once they are known.
+    the model is not cut; elsewhere AdamW's is. spreads, orders, groups: what islands exchange, the best orders of
+    nodes, and other groups of ranks than machines, once they are known.
     """
 
     model: Llama
@@ -89,6 +87,7 @@ class Pricing:
     optimizer: str = ADAMW
     spreads: dict[Hashable, dict[tuple[str, str], int]] = field(default_factory=dict)
     orders: dict[Hashable, RankOrder] = field(default_factory=dict)
+    groups: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], Pricing] = field(default_factory=dict)
     _cut: dict[int, Llama] = field(default_factory=dict)
     _attentions: dict[Hashable, AttentionCost] = field(default_factory=dict)
@@ -111,7 +110,8 @@ class Pricing:
         key = tuple(ranks)
         if key not in self._parts:
             self._parts[key] = replace(
-                self, machine=self.machine.part(ranks), spreads={}, orders={}, _parts={}, _attentions={}, _plans={},
+                self, machine=self.machine.part(ranks), spreads={}, orders={}, groups={}, _parts={},
+                _attentions={}, _plans={},
             )  # fmt: skip
         return self._parts[key]
 
@@ -135,8 +135,7 @@ class Pricing:
     def cut(self, tensor: int) -> Llama:
         """The shapes of one rank of a tensor axis."""
         if tensor not in self._cut:
-            self._cut[tensor] = copy.deepcopy(self.model) if tensor > 1 else self.model
-            cut_skeleton(self._cut[tensor], tensor)
+            self._cut[tensor] = cut_model(self.model, tensor)
         return self._cut[tensor]
 
     def forward_of(self, way: Candidate, order: RankOrder = ()) -> float:
@@ -176,10 +175,6 @@ class Pricing:
     def check(self, way: Candidate) -> None:
         """Raise ConfigError for a strategy that can't train on a candidate's mesh."""
         method = self.methods[way.strategy]
-        if isinstance(self.model, MoELlama) and way.tensor > 1:
-            raise ConfigError("a tensor axis refuses a mixture: each of its ranks would lose part of the balance loss")
-        if way.experts > 1 and way.stages > 1:
-            raise ConfigError("ranks that share experts beside stages: not supported, and without a price")
         if way.tensor > 1:
             check_on_mesh(method)
         if way.sequence > 1:
@@ -191,20 +186,28 @@ class Pricing:
             check_stages(way.pipeline, way.stages, layers, features=features)
             check_inside(method, way.replicas)
 
-    def staged(self, way: Candidate, order: RankOrder) -> Staged:
-        """The simulated step of a candidate with stages, its ranks in this order. Raises ConfigError."""
+    def staged(
+        self, way: Candidate, order: RankOrder, more_s: float = 0.0,
+        alike: Callable[[nn.Module], nn.Module] = lambda part: part,
+    ) -> Staged:  # fmt: skip
+        """The simulated step of a candidate with stages, its ranks in this order. Raises ConfigError.
+
+        more_s: seconds that a layer takes beyond those of a dense model, forward and backward. alike: what of a stage
+        all of its ranks have.
+        """
         grid = self.placed(order, way.tensor)
         sizes = (way.stages, way.num_micro_batches, way.micro_batch)
-        attention_s = self.attention(way).seconds / grid.busy
+        inside_s = self.attention(way).seconds / grid.busy + more_s
         stages = stages_of(
             self.cut(way.tensor), way.pipeline, *sizes, self.seq_len, grid, self.loss, way.tensor,
-            sequence=way.sequence, attention_s=attention_s, dtype=self.dtype, join=partial(self.joined, way),
+            sequence=way.sequence, inside_s=inside_s, dtype=self.dtype,
+            join=lambda parts: self.joined(way, list(map(alike, parts))),
         )  # fmt: skip
         return Staged(grid, stages, order[:: way.tensor])
 
     def joined(self, way: Candidate, parts: Sequence[nn.Module]) -> Joined:
         """What the replicas of each stage exchange, and the word of all ranks on a step, in place of the replicas'."""
-        method, replicas, local = self.methods[way.strategy], self.replicas(way), self.machine.local_size // way.tensor
+        method, replicas, local = self.methods[way.strategy], self.replicas(way), self.group_of(way)
         everyone = Topology(way.stages * way.sharing // local, local)
         found = [method.exchanges(part, replicas, 1) for part in parts]
         each = [replace(one, each=tuple(own for own in one.each if own.operation != WORD)) for one in found]
@@ -223,18 +226,22 @@ class Pricing:
         graph = method.schedule(model, self.replicas(way), way.num_micro_batches, work)
         return simulate(graph, grid.part(grid.groups(1)[0]))
 
+    def group_of(self, way: Candidate) -> int:
+        """Ranks that the strategy takes for those of one node; of each tensor axis the first."""
+        return (way.group or self.machine.local_size) // way.tensor
+
     def replicas(self, way: Candidate) -> Topology:
         """The ranks of one stage that the strategy joins."""
         num = way.sharing
-        local = min(self.machine.local_size // way.tensor, num)
+        local = min(self.group_of(way), num)
         return Topology(num // local, local) if num % local == 0 else Topology(num, 1)
 
     def plan_of(self, way: Candidate, part: nn.Module) -> MethodPlan:
         """The strategy's plan of a part of the model, on the ranks that it joins."""
-        shapes = tuple(param.shape for param in part.parameters())
-        key = (way.strategy, way.sharing, way.tensor, way.num_micro_batches, shapes)
+        shapes, grid = tuple(param.shape for param in part.parameters()), self.replicas(way)
+        key = (way.strategy, grid, way.tensor, way.num_micro_batches, shapes)
         if key not in self._plans:
-            method, grid = self.methods[way.strategy], self.replicas(way)
+            method = self.methods[way.strategy]
             found = method.plan(part, grid, way.num_micro_batches)
             if name_of(self.optimizer) in COUNTED[1:] and part is self.model:
                 found = by_optimizer(found, method, part, self.optimizer, grid)

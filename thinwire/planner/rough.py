@@ -11,6 +11,7 @@ import torch
 from thinwire.cost import Network
 from thinwire.cost.closed import pipette_s, ring_s, trip_s
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.grouping import cost_of_groups, crossing_bytes
 from thinwire.planner.mixture import cost_of_experts
 from thinwire.planner.order import RankOrder, annealed
 from thinwire.planner.placed import groups_of
@@ -64,9 +65,9 @@ def best_nodes(pricing: Pricing, way: Candidate) -> RankOrder:
     """
     counts = way.num_micro_batches < way.stages or not has_even_delays(pricing.machine.fabric)
     axes = (way.stages, way.tensor, way.sequence, way.experts)
-    key = (*axes, way.strategy, way.borders, way.micro_batch if counts else 0)
+    key = (*axes, way.group, way.strategy, way.borders, way.micro_batch if counts else 0)
     if key not in pricing.orders:
-        cost = cost_of(pricing, way, 0.0) if way.stages > 1 else cost_of_groups(pricing, way)
+        cost = cost_of(pricing, way, 0.0) if way.stages > 1 else cost_of_order(pricing, way)
         is_free = len(pricing.nodes) < 3 or is_even(pricing.machine.fabric)
         order = pricing.nodes
         if cost is not None and not is_free:
@@ -95,7 +96,7 @@ def cost_of(pricing: Pricing, way: Candidate, compute_s: float) -> Callable[[Ran
     features = way.micro_batch * pricing.seq_len * pricing.config.hidden_size // way.sequence
     crossing = way.pipeline.crossing(0)
     sizes = [crossing.packet_bytes(to, features, torch.float32) / way.tensor for to in ("forward", "backward")]
-    whole = pricing.plan_of(way, pricing.cut(way.tensor)).sent_on("inter") if way.replicas > 1 else 0.0
+    whole = crossing_bytes(pricing, way)[0] if way.replicas > 1 else 0.0
     sent = way.tensor * whole / way.stages / 2
 
     computes = [compute_s * share for share in pricing.shares(way)]
@@ -112,11 +113,13 @@ def cost_of(pricing: Pricing, way: Candidate, compute_s: float) -> Callable[[Ran
     return cost
 
 
-def cost_of_groups(pricing: Pricing, way: Candidate) -> Callable[[RankOrder], float] | None:
-    """The seconds of messages in groups and rings, as a function of the order of nodes.
+def cost_of_order(pricing: Pricing, way: Candidate) -> Callable[[RankOrder], float] | None:
+    """The seconds of messages in groups, between holders of experts, and in rings, as a function of the order of nodes.
 
-    None where there are neither: then all ranks send to all others.
+    None where there are none of these: then all ranks send to all others.
     """
+    if way.group:
+        return cost_of_groups(pricing, way)
     rings = cost_of_rings(pricing, way)
     # A single group is of all ranks.
     if way.experts == 1 or way.experts * way.sequence == way.num_ranks or len(pricing.nodes) < 3:
@@ -147,12 +150,13 @@ def cost_of_rings(pricing: Pricing, way: Candidate) -> Callable[[RankOrder], flo
 
 
 def link_s(pricing: Pricing, way: Candidate) -> float:
-    """Seconds of the slowest pair's messages, if all ranks send the same."""
-    plan = pricing.plan_of(way, pricing.cut(way.tensor))
-    crossing, fabric, local = plan.sent_on("inter"), pricing.machine.fabric, pricing.machine.local_size
-    others = max(1, len(pricing.nodes) - 1)
+    """Seconds of the slowest pair's messages, if all ranks send the same; in the best order where groups have one."""
+    plan, machine = pricing.plan_of(way, pricing.cut(way.tensor)), pricing.machine
+    fabric = machine.fabric
+    (crossing, to_one), of_groups = crossing_bytes(pricing, way), cost_of_groups(pricing, way)
     pairs = [pair for pair in fabric.pairs if fabric.ports(pair)]
     slowest = min((fabric.rates[a][b] for a, b in pairs), default=math.inf)
     ports = min(fabric.port_rates().values(), default=math.inf)
-    of_node = local * crossing if plan.crossing is None else plan.crossing
-    return max(crossing / others / slowest, of_node / ports)
+    of_node = machine.local_size * crossing if plan.crossing is None or way.group else plan.crossing
+    pairs_s = to_one / slowest if of_groups is None else of_groups(best_nodes(pricing, way))
+    return max(pairs_s, of_node / ports)

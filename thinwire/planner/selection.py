@@ -80,12 +80,16 @@ def fastest_fitting(
 def first_of_kinds(by_speed: Iterable[Candidate], choice: StrategyChoice) -> set[Candidate]:
     """The first candidate of each mesh, and of each strategy on the data axis alone and beside stages.
 
-    Of settings that are not to be chosen, the first of each; of islands of several machines, that of each method.
+    Of settings that are not to be chosen, the first of each; of islands of several machines, that of each method; of
+    groups that are no machines, that of each size.
     """
     first: dict[tuple[int | str, ...], Candidate] = {}
     for way in by_speed:
         if way.nodes > 1 or not choice.aside.isdisjoint((way.strategy, way.outer)):
             first.setdefault((way.strategy if way.nodes == 1 else "", way.outer), way)
+            continue
+        if way.group:
+            first.setdefault((way.group,), way)
             continue
         first.setdefault((way.stages, way.tensor, way.sequence, way.experts, way.outer, way.islands), way)
         if way.tensor * way.sequence * way.experts == 1 and not way.outer:

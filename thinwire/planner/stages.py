@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.cost import Cores, Machine, Network, Timeline, simulate
-from thinwire.cost.graph import CARRY
+from thinwire.cost.graph import CARRY, ROUND
 from thinwire.cost.simulator import TRAINING
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import MethodPlan
@@ -68,10 +68,20 @@ class Grid:
         """Seconds of a sum over the ranks of a tensor axis, which are neighbours on one node, along a ring."""
         return 2 * (tensor - 1) * (num_bytes / tensor / (self.local_rate or float("inf")) + self.local_delay_s)
 
-    def machine_of(self, stages: int, across: str, tensor: int) -> Machine:
-        """The ranks that are simulated, stage by stage: here those of one pipeline, which share no cores."""
-        links, ranks = self.links(stages, across, tensor), range(stages)
-        return Machine(("",) * stages, links, Cores(tuple(ranks), (math.inf,) * stages), {CARRY: math.inf})
+    def machine_of(self, stages: int, across: str, tensor: int, *, twins: bool = False) -> Machine:
+        """The ranks that are simulated, stage by stage: here those of one pipeline, which share no cores.
+
+        twins: with a second pipeline on machines of its own.
+        """
+        links, num = self.links(stages, across, tensor), 2 if twins else 1
+        places = [(copy, stage) for stage in range(stages) for copy in range(num)]
+        # All that leaves a machine passes its ranks' part of the link.
+        share = (self.rate or math.inf) / self.pipelines_on_node(stages, across, tensor)
+        nodes = tuple(copy * self.num_ranks + links.nodes[stage] for copy, stage in places)
+        rates = tuple(tuple(links.rates[a][b] if copy == other else share for other, b in places) for copy, a in places)
+        network, ranks = Network(nodes, rates, ((0.0,) * len(places),) * len(places)), range(len(places))
+        cores = Cores(tuple(ranks), (math.inf,) * len(places))
+        return Machine(("",) * len(places), network, cores, dict.fromkeys((CARRY, ROUND), math.inf))
 
     def codecs(self, options: Pipeline) -> dict[str, str]:
         """The codecs of borders whose packing takes time, by "forward" and "backward"."""
@@ -163,26 +173,26 @@ class Stages:
 
 def stages_of(
     model: Llama, options: Pipeline, stages: int, num_micro_batches: int, batch: int, seq_len: int, grid: Grid,
-    loss: str = "auto", tensor: int = 1, sequence: int = 1, attention_s: float = 0.0,
+    loss: str = "auto", tensor: int = 1, sequence: int = 1, inside_s: float = 0.0,
     memory_bytes: float | None = None, join: Callable[[Sequence[nn.ModuleDict]], Joined] | None = None,
     dtype: str = "fp32",
 ) -> Stages:  # fmt: skip
     """Cut the model, and simulate a step of `num_micro_batches` with `batch` sequences each.
 
     loss: as for `thinwire train`. tensor: ranks over which the model's matrices are already cut, and which sum their
-    results twice in each layer's forward and twice in its backward. sequence: ranks that share each sequence, and send
-    for attention_s seconds in each layer's forward and backward together. memory_bytes: of a rank, by which recompute
-    "auto" is decided; the result's options state what was chosen. join: what the replicas of each part send each other;
-    None: nothing. dtype: the compute type. Raises ConfigError for stages, layers and micro-batches that do not fit each
-    other.
+    results twice in each layer's forward and twice in its backward. sequence: ranks that share each sequence.
+    inside_s: seconds that each layer takes beyond its operations, forward and backward together. memory_bytes: of a
+    rank, by which recompute "auto" is decided; the result's options state what was chosen. join: what the replicas of
+    each part send each other; None: nothing. dtype: the compute type. Raises ConfigError for stages, layers and
+    micro-batches that do not fit each other.
     """
     check_stages(options, stages, len(model.model.layers), features=model.config.hidden_size)
     parts, sizes = cut_parts(model, options, stages, seq_len, tensor)
     home = options.home(stages)
     even = costs_of(model, options, sizes, home, batch, seq_len, grid.flops, loss, tensor, sequence, dtype)
     sum_s = grid.sum_s(4.0 * batch * seq_len * model.config.hidden_size / sequence, tensor)
-    # Half of attention's messages go forward, and each pass stands for two sums.
-    costs = grid.launched(with_sums(even, sizes, sum_s + attention_s / 4))
+    # Half of them in the forward, and each pass stands for two sums.
+    costs = grid.launched(with_sums(even, sizes, sum_s + inside_s / 4))
     costs = replace(costs, tied_bytes=tied_bytes(model, options, stages, tensor), copies=copies_of(parts, options))
     step = Steps(options, stages, grid.costs(costs, options, stages), grid.links(stages, options.across, tensor))
     if options.recompute == AUTO:
@@ -190,7 +200,8 @@ def stages_of(
         room = None if memory_bytes is None else [memory_bytes - each for each in held]
         options = replace(options, recompute=step.mode(num_micro_batches, room))
         step = Steps(options, stages, step.costs, step.links)
-    machine, joined = grid.machine_of(stages, options.across, tensor), None if join is None else join(parts)
+    joined = None if join is None else join(parts)
+    machine = grid.machine_of(stages, options.across, tensor, twins=join is not None)
 
     def simulated(plan: Plan) -> tuple[Timeline, DrawnPlan]:
         made = draw_step(plan, costs, machine.network.nodes, grid.codecs(options), joined)

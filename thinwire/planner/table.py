@@ -190,7 +190,7 @@ def ranking(found: Search) -> Table:
         way = priced.candidate
         table.add_row(
             seconds_text(priced.step_s), bytes_text(priced.memory_bytes), percent_text(priced.bubble),
-            seconds_text(priced.link_s), way.mesh,
+            seconds_text(priced.link_s), way.layout,
             f"{way.num_micro_batches} of {way.micro_batch}", way.method,
             *((way.pipeline.plan, way.borders, way.pipeline.recompute) if way.stages > 1 else ("", "", "")),
         )  # fmt: skip
@@ -219,7 +219,7 @@ def reasons_of(found: Search) -> Iterator[str]:
     for reason, priced in found.aside.items():
         first = priced[0]
         yield (
-            f"Priced, not chosen: {seconds_text(first.step_s)} a step with {first.candidate.mesh}, "
+            f"Priced, not chosen: {seconds_text(first.step_s)} a step with {first.candidate.layout}, "
             f"{first.candidate.flags}, the fastest of {len(priced)}: {reason}."
         )
     for reason, ways in found.refused.items():

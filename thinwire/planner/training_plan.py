@@ -49,7 +49,7 @@ class TrainingPlan:
         way = self.best.candidate
         found: dict[str, Any] = {
             "strategy": name_of(way.strategy), "micro_batch": way.micro_batch, "tokens_per_step": self.tokens_per_step,
-            "seq_len": self.seq_len, "local_size": self.machine.local_size,
+            "seq_len": self.seq_len, "local_size": way.group or self.machine.local_size,
         }  # fmt: skip
         if way.outer:
             size = way.num_ranks // way.islands
@@ -110,7 +110,7 @@ class TrainingPlan:
         rows: list[Row] = [(asked, best.candidate.flags, why), ("objective", counts, because)]
         for reason, ways in self.search.aside.items():
             seconds = seconds_text(ways[0].step_s)
-            rows.append(("priced, not chosen", f"{seconds} a step with {ways[0].candidate.mesh}", reason))
+            rows.append(("priced, not chosen", f"{seconds} a step with {ways[0].candidate.layout}", reason))
         return [*rows, *self.order_rows()]
 
     def order_rows(self) -> list[Row]:
@@ -134,6 +134,7 @@ def kind_of(way: Candidate) -> str:
     sizes = {"stages": way.stages, "tensor ranks": way.tensor, "ranks a sequence": way.sequence}
     sizes |= {"ranks with other experts": way.experts, f"islands by {way.outer}": way.islands}
     axes = [f"{size} {name}" for name, size in sizes.items() if size > 1]
+    axes += [f"groups of {way.group} rank(s)"] if way.group else []
     return " and ".join([*axes, *([way.strategy] if way.sharing > 1 else [])])
 
 

@@ -29,7 +29,7 @@ class Trial:
 def knobs_of(way: Candidate) -> dict[str, str]:
     """What may be turned, and where it stands in a candidate."""
     strategy = way.method if max(way.sharing, way.islands) > 1 else ""
-    found = {"strategy": strategy, "stages": way.stages, "tensor": way.tensor}
+    found = {"strategy": strategy, "stages": way.stages, "tensor": way.tensor, "local-size": way.group}
     found |= {"sequence": way.sequence, "memory": way.memory, "experts": way.experts, "islands": way.islands}
     found |= {"micro-batch": way.micro_batch, "borders": way.borders, "plan": "", "recompute": ""}
     if way.stages > 1:

@@ -112,7 +112,8 @@ def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
     machine, command = found.machine, f"thinwire train {out}"
     nodes = machine.num_ranks // machine.local_size
     if nodes > 1 and len(set(machine.cores.hosts)) == 1:
-        command += f" --nodes 1 --workers {machine.num_ranks} --local-size {machine.local_size}, all on this machine"
+        group = found.values["local_size"]
+        command += f" --nodes 1 --workers {machine.num_ranks} --local-size {group}, all on this machine"
     elif nodes > 1:
         command += f" --node NUMBER --join HOST:PORT, on each of the {nodes} machines"
     print(f"written to {out}, its prediction to {prediction}; train with: {command}")

@@ -13,7 +13,7 @@ import torch
 
 from thinwire.calibration import measured_rates
 from thinwire.calibration.reach import all_on_this_machine
-from thinwire.collectives import Communicator
+from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.store_gather import of_all_ranks, told_by_first
 from thinwire.cost import Network
 from thinwire.cost.drift import drifted_s, moved_s
@@ -109,7 +109,7 @@ class Planned:
         the machine is busy; then nothing is reported.
         """
         is_network = self.num_islands == 1 and not all_on_this_machine(self.comm.world_size)
-        now = measured_rates(self.comm, self._used()) if is_network else None
+        now = measured_rates(self.comm, self._used(), self._machines()) if is_network else None
         if self.comm.rank:
             return
         drifted = [] if now is None else list(self._drifted(now))
@@ -159,6 +159,13 @@ class Planned:
             if carried[rank][other] and nodes[rank] != nodes[other]:
                 found[a, b] = carried[rank][other]
         return found
+
+    def _machines(self) -> Topology:
+        """The machines of the plan, told by the first rank: a run may take other ranks for one node. A collective."""
+        size = self.comm.world_size
+        num = len(set(self.content.get("nodes") or range(size)))
+        num = told_by_first(num, "the machines of its plan")
+        return Topology(num, size // num)
 
     def _used(self) -> set[tuple[int, int]]:
         """The pairs of ranks that send each other anything, told by the first rank. A collective."""

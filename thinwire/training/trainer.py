@@ -20,10 +20,9 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.experts.parallel import ExpertRanks
 from thinwire.hosts.pipeline.stage import PipelineStage, Prediction
 from thinwire.hosts.sequence import SequenceRanks
-from thinwire.hosts.sequence.seams import heads_of
+from thinwire.hosts.sequence.seams import attention_of
 from thinwire.methods.experts import way_text
 from thinwire.methods.experts.traffic import Rows, sent
-from thinwire.methods.sequence import Shape
 from thinwire.methods.sequence.traffic import most_sent
 from thinwire.models.capacity import RowLoad
 from thinwire.models.hf import HFCausalLM
@@ -277,11 +276,10 @@ class Trainer:
 
     def _sequence_row(self, sequence: SequenceRanks) -> Row:
         """A row about what the ranks of a sequence send each other in a step."""
-        heads, kv_heads, width, layers = heads_of(self.engine.model)
         tokens, itemsize = self.batch.micro_batch * self.config.seq_len, 2 if self.dtype == "bf16" else 4
-        shape = Shape(heads, kv_heads, width, tokens, layers, itemsize)
+        shape = attention_of(self.engine.model, tokens, itemsize)
         most = self.batch.accumulation * most_sent(sequence.layout, shape, sequence.options, self.config.seq_len)
-        sent, why = f"{most / 1e6:.3f} MB a rank", f"in {layers} layers"
+        sent, why = f"{most / 1e6:.3f} MB a rank", f"in {shape.layers} layers"
         if self.config.documents and sequence.layout.ring > 1:
             sent, why = f"at most {sent}", f"{why}; blocks without a document in common do not travel"
         return "ranks of a sequence send each other, a step", sent, why

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.workers import run_workers
 from thinwire.calibration import levels
@@ -32,8 +33,17 @@ def measured(rank: int, world_size: int) -> Links:
     levels.LARGEST = 1 << 14
     levels.perf_counter, levels.REST_S = lambda: now[0], 0.0
     comm = Communicator(local_size=2)
-    found = levels.measure_links(comm, (2, 16, 8))
+    product, kinds = levels.swiglu, set[torch.dtype]()
+
+    def noted(*given: Any) -> torch.Tensor:
+        made = product(*given)
+        kinds.add(made.dtype)
+        return made
+
+    levels.swiglu = noted
+    found = levels.measure_links(comm, (2, 16, 8), dtype="bf16")
     comm.close()
+    assert kinds == {torch.bfloat16}
     return found
 
 

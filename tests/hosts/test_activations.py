@@ -18,6 +18,7 @@ from thinwire.losses import cut_loss
 from thinwire.models.build import build_skeleton
 from thinwire.models.hf import build_hf, skeleton_hf
 from thinwire.models.llama import PRESETS, Llama
+from thinwire.models.moe import MIXTURES, MoE, MoELlama
 from thinwire.tiers import Pace, TierMeter
 
 
@@ -84,6 +85,27 @@ def test_slices_of_a_batch_give_what_the_batch_gives() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
     with pytest.raises(ConfigError, match="slices beside documents"):
         sliced(tokens, tokens, documents=torch.zeros_like(tokens))
+
+
+def test_slices_of_a_mixture_are_balanced_as_one_batch() -> None:
+    config = replace(MIXTURES["moe-tiny"], vocab_size=64, num_hidden_layers=2, router_aux_loss_coef=1.0)
+    whole, sliced = (MoELlama(config).double() for _ in range(2))
+    recompute(sliced, 3)
+    tokens = torch.randint(0, 64, (5, 12), generator=torch.Generator().manual_seed(0))
+    whole(tokens, tokens).backward()
+    loss = sliced(tokens, tokens)
+    mixtures = [each for each in sliced.modules() if isinstance(each, MoE)]
+    noted = [each.sums for each in mixtures]
+    loss.backward()
+    for one, other in zip(whole.parameters(), sliced.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
+    load = sliced.row_counts.take()
+    assert whole.row_counts.take() == load and load.asked == 2 * 2 * tokens.numel()
+    # What is computed again replaces nothing that lives until the next step.
+    assert all(each.sums is sums for each, sums in zip(mixtures, noted, strict=True))
+    sliced.capacity_factor = 1.5
+    with pytest.raises(ConfigError, match=r"slices beside capacity_factor 1.5"):
+        sliced(tokens, tokens)
 
 
 def test_slices_cut_what_belongs_to_sequences_and_nothing_else() -> None:

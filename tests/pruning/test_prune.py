@@ -22,6 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.models import MoELlama, build_model, build_skeleton
 from thinwire.models.kept import whole
 from thinwire.models.moe import MIXTURES, MoE, mixtral_config, mixtral_weights
+from thinwire.models.seam import experts_of
 from thinwire.pruning import curvature
 from thinwire.pruning.curvature import gradients, surgery
 from thinwire.pruning.masks import lowest, mask_of, scores
@@ -349,5 +350,18 @@ def test_what_can_not_be_pruned_is_said(options: dict[str, Any], message: str) -
     assert isinstance(small().model.layers[0].mlp, MoE)
     with pytest.raises(ConfigError, match="no list of layers"):
         prune(nn.Linear(2, 2), text())
+    # Nothing has changed: not the layers before one that can't be pruned, nor the model's mode.
+    model = small(intermediate_size=22).train()
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    with pytest.raises(ConfigError, match="rows of 22: the pattern 2:4 needs"):
+        prune(model, text(), pattern="2:4")
     with pytest.raises(ConfigError, match="no text to measure"):
-        prune(small(), [])
+        prune(model, [])
+    assert model.training and all(torch.equal(before[name], param) for name, param in model.named_parameters())
+
+
+def test_pruned_experts_lie_whole_on_a_rank() -> None:
+    model = small()
+    thinwire.keep(model, prune(model, text()).masks)
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts: pruned experts can't lie on several ranks"):
+        experts_of(model)

@@ -32,7 +32,7 @@ def train(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> t
     )  # fmt: skip
     config = with_derived(config.__class__(**{**vars(config), "model": "moe-tiny"}))
     run = Run.of(config)
-    run, _ = choose_experts(run) if options else (run, [])
+    run, _ = choose_experts(run, Device(), "fp32") if options else (run, [])
     trainer = Trainer(run, ProcessPlace(rank, rank, world_size), StopFlag(), "fp32", [], Device())
     ways, losses, measured = [], [], list[int]()
     for _ in range(STEPS):

@@ -22,6 +22,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import all_reduce, reduce_scatter
 from thinwire.collectives.rounds import Rounds
 from thinwire.cost.links import ALL_TO_ALL, GATHER, INTER, INTRA, OPERATIONS, REDUCE, SCATTER, Line, Links
+from thinwire.device import Device
 from thinwire.models.experts import swiglu
 
 # Messages that can be under way beside one: more would wait for their turn, and for what a link takes.
@@ -41,8 +42,9 @@ JOBS: dict[str, Callable[[Link, Tensor, list[int]], Rounds[Tensor]]] = {
 
 
 def measure_links(
-    comm: Communicator, experts: tuple[int, int, int] = EXPERTS, operations: Sequence[str] = OPERATIONS
-) -> Links:
+    comm: Communicator, experts: tuple[int, int, int] = EXPERTS, operations: Sequence[str] = OPERATIONS, *,
+    device: Device | None = None, dtype: str = "fp32",
+) -> Links:  # fmt: skip
     """Measure alpha + beta n of each collective on each level, and of the experts' product. A collective, equal on all.
 
     On a level all groups send at once: the ranks of each node, then those at the same place of all nodes. alpha is the
@@ -52,8 +54,10 @@ def measure_links(
     faster counts.
 
     Args:
-        experts: (experts, inner, hidden), the shape of the fp32 product that is timed.
+        experts: (experts, inner, hidden), the shape of the product that is timed.
         operations: the collectives that are measured.
+        device: where the product is computed; by default the CPU.
+        dtype: in which it is computed, from weights in fp32: "fp32" or "bf16".
 
     Source: Pan et al., "FSMoE" (ASPLOS 2025), section 4.
     """
@@ -67,7 +71,7 @@ def measure_links(
             # All operations move as much at once as an all-to-all does in PROBE_S.
             num = _elements(comm, members)
             lines |= {(operation, level): _line(comm, members, operation, num) for operation in operations}
-    return Links(lines, _product(comm, experts), _message_s(comm))
+    return Links(lines, _product(comm, experts, device or Device(), dtype), _message_s(comm))
 
 
 def _elements(comm: Communicator, members: Sequence[int]) -> int:
@@ -126,14 +130,16 @@ def _slowest(comm: Communicator, *seconds: float) -> list[float]:
     return comm.wait(comm.all_gather_exact(torch.tensor(seconds, dtype=torch.float64))).amax(0).tolist()
 
 
-def _product(comm: Communicator, experts: tuple[int, int, int]) -> Line:
+def _product(comm: Communicator, experts: tuple[int, int, int], device: Device, dtype: str) -> Line:
     """Measure a forward of the experts on all ranks at once; n counts floating-point operations."""
     num, inner, hidden = experts
-    weights = [torch.ones(experts) for _ in range(3)]
+    weights = [torch.ones(experts, device=device.torch) for _ in range(3)]
 
     def forward(num_rows: int) -> None:
-        with torch.no_grad():
-            swiglu(torch.ones(num_rows, hidden), torch.tensor([num_rows // num] * num), weights)
+        with torch.no_grad(), device.autocast(dtype):
+            rows, counts = torch.ones(num_rows, hidden), torch.tensor([num_rows // num] * num)
+            swiglu(rows.to(device.torch), counts.to(device.torch), weights)
+        device.synchronize()
 
     comm.barrier()
     short_s, long_s = _slowest(comm, *(seconds_of(partial(forward, n), PRODUCT_S) for n in NUM_ROWS))

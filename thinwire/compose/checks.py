@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.arguments import check_instance
 from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.offload.hollow import is_hollow
-from thinwire.hosts.sequence.seams import heads_of
+from thinwire.hosts.sequence.seams import attention_of
 from thinwire.hosts.tensor import misfits
 from thinwire.layout.mesh import AXES, check_axis, check_beside
 from thinwire.methods.experts import ExpertParallel, check_data_method
@@ -26,7 +26,7 @@ from thinwire.methods.pipeline.across import check_across
 from thinwire.methods.pipeline.cut import layers_of
 from thinwire.methods.pipeline.inside import check_inside, check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline, check_stages
-from thinwire.methods.sequence import SequenceParallel, Shape, check_strategy, choose_layout
+from thinwire.methods.sequence import SequenceParallel, check_strategy, choose_layout
 from thinwire.models.moe import check_axes
 from thinwire.optim import SummingOptimizer
 from thinwire.registry import check_on_mesh
@@ -134,9 +134,8 @@ def sequence_problems(
         return problems.messages
     with problems.collect():
         asked = replace((*options, SequenceParallel())[0], parallel=sizes["sequence"])
-        heads, kv_heads, width, _ = heads_of(model)
         # How the ranks lie on nodes is found later; only stated methods depend on it.
-        choose_layout(asked, Shape(heads, kv_heads, width, 1), 1)
+        choose_layout(asked, attention_of(model, 1), 1)
     if method is not None:
         problems.note(check_strategy, method)
     return problems.messages

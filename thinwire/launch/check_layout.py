@@ -14,7 +14,7 @@ from torch import nn
 from thinwire.collectives.topology import Topology
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.experts.checks import check_experts
-from thinwire.hosts.sequence.seams import heads_of
+from thinwire.hosts.sequence.seams import attention_of
 from thinwire.launch.check_parts import check_compiled
 from thinwire.layout.mesh import MeshShape, check_beside
 from thinwire.methods.experts import check_data_method
@@ -23,7 +23,7 @@ from thinwire.methods.pipeline.cut import layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.pipeline.recover import NONE
-from thinwire.methods.sequence import Shape, check_strategy, choose_layout
+from thinwire.methods.sequence import check_strategy, choose_layout
 from thinwire.models.hf import check_hf
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES
@@ -206,9 +206,8 @@ def check_sequence(config: TrainConfig, run: Run, model: nn.Module) -> None:
         return
     problems.note(check_beside, "sequence", axes_of(shape, run))
     with problems.collect():
-        heads, kv_heads, width, _ = heads_of(model)
         machine = config.local_size or config.workers
-        choose_layout(run.sequence, Shape(heads, kv_heads, width, config.seq_len), gcd(machine, shape.sequence))
+        choose_layout(run.sequence, attention_of(model, config.seq_len), gcd(machine, shape.sequence))
     with problems.collect():
         if not run.has_islands:
             check_strategy(run.strategy)

@@ -13,6 +13,7 @@ from thinwire.launch.check_parts import loss_of
 from thinwire.losses import head_of
 from thinwire.methods.memory import Floor, Residency, check_across, check_at_once, check_outer, resident_method
 from thinwire.models.llama import Llama
+from thinwire.models.moe import check_parts
 from thinwire.optim import JOINT, NAMED, WHOLE
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.optimizer import limits_itself, name_of
@@ -59,6 +60,8 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         problems.messages.append(
             f"--slices {residency.slices}: a micro-batch has {micro_batch} sequences; nearest: --slices {micro_batch}"
         )
+    if residency.is_sliced:
+        problems.note(check_parts, model)
     problems.note(floor.check, residency.memory_bytes)
     if floor.disk:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))

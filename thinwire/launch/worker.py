@@ -84,7 +84,7 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
         # Few runs need it.
         from thinwire.planner.chosen import choose_experts
 
-        run, more = choose_experts(run)
+        run, more = choose_experts(run, device, dtype)
         rows = [*rows, *more]
         keep_config(run, place)
     if run.chooses_attention:

@@ -54,6 +54,12 @@ class FusedExperts:
         return hooks.run("before_combine", grouped_product(hidden, down.transpose(1, 2), counts))
 
 
+def check_whole(name: str, module: nn.Module, tensor: str | None = None) -> None:
+    """Raise ConfigError for pruned experts: ranges of their kept values are no experts. tensor: by default any."""
+    if is_parametrized(module, tensor):
+        raise ConfigError(f"{name}: pruned experts can't lie on several ranks; nearest: --experts.parallel 1")
+
+
 def fused_experts(model: nn.Module) -> dict[str, FusedExperts]:
     """The packed experts of a model of transformers, by the path of their module.
 
@@ -61,8 +67,7 @@ def fused_experts(model: nn.Module) -> dict[str, FusedExperts]:
     """
     found: dict[str, FusedExperts] = {}
     for name, module in model.named_modules():
-        if is_parametrized(module, "gate_up_proj"):
-            raise ConfigError(f"{name}: pruned experts can't lie on several ranks; nearest: --experts.parallel 1")
+        check_whole(name, module, "gate_up_proj")
         if not all(isinstance(getattr(module, each, None), nn.Parameter) for each in ("gate_up_proj", "down_proj")):
             continue
         other = [each for each, plain in PLAIN.items() if getattr(module, each, plain) != plain]

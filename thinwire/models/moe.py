@@ -31,6 +31,7 @@ __all__ = [
     "Order",
     "Router",
     "check_axes",
+    "check_parts",
     "mixtral_config",
     "mixtral_weights",
 ]
@@ -73,6 +74,14 @@ class MoE(nn.Module):
             priority = choice.best if config.batch_priority else None
             index = drop(index, config.num_local_experts, limit, priority)
         return self.experts(flat, index, choice.weights).view_as(x)
+
+    @property
+    def across(self) -> str:
+        """By which option a token's result depends on all tokens of its batch; empty: by none."""
+        router = self.config.router
+        if router == EXPERT_CHOICE or (router == "noisy" and self.training):
+            return f"router {router!r}"
+        return f"capacity_factor {self.capacity_factor:g}" if self.capacity_factor and router != SOFT else ""
 
 
 class MoELlama(Llama):
@@ -164,6 +173,15 @@ class MoELlama(Llama):
         sums = summed_over_ranks(self._sums(), self._told)
         of_layers = gshard_loss(sums) if self.config.balance == "gshard" else importance_load_loss(sums)
         return of_layers.mean()
+
+
+def check_parts(model: nn.Module) -> None:
+    """Raise ConfigError for a mixture of experts that can't pass a batch in parts."""
+    found = (module.across for module in model.modules() if isinstance(module, MoE))
+    if across := next(filter(None, found), ""):
+        raise ConfigError(
+            f"slices beside {across} of a mixture, which is of all tokens of a batch; leave one of both out"
+        )
 
 
 def check_axes(model: nn.Module, sizes: Mapping[str, int]) -> None:

@@ -19,9 +19,9 @@ from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.links import measured_links
 from thinwire.hosts.ranks import along, neighbours
-from thinwire.hosts.sequence.seams import heads_of
+from thinwire.hosts.sequence.seams import attention_of
 from thinwire.methods.pipeline.across import REPLICAS, STAGES
-from thinwire.methods.sequence import Shape, choose_layout, network_of
+from thinwire.methods.sequence import choose_layout, network_of
 from thinwire.models import Llama, build_model, build_skeleton
 from thinwire.models.seam import mixture_of
 from thinwire.options import EXPERTS, PIPELINE, model_table
@@ -138,10 +138,11 @@ def slowest_links(comm: Communicator, timeout_s: float) -> tuple[float | None, f
     return min(crossing, default=None), min(inside, default=None), max(delays, default=0.0)
 
 
-def choose_experts(run: Run) -> tuple[Run, list[Row]]:
+def choose_experts(run: Run, device: Device, dtype: str | None) -> tuple[Run, list[Row]]:
     """The run with what the options of experts that say auto take, the same on all ranks; and rows on it.
 
-    A collective over the default group. Raises ConfigError on all ranks if no number of ranks can train.
+    dtype: the compute type, if this rank knows it. A collective over the default group. Raises ConfigError on all ranks
+    if no number of ranks can train.
     """
     config = run.config
     if dist.get_rank() == 0:
@@ -149,7 +150,8 @@ def choose_experts(run: Run) -> tuple[Run, list[Row]]:
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
     model = skeleton_of(config)
     topology = comm.topology
-    links = measure_links(comm, sizes_timed(model))
+    dtype = told_by_first(dtype, "its dtype") or "fp32"
+    links = measure_links(comm, sizes_timed(model), device=device, dtype=dtype)
     comm.close()
     told: tuple[str, dict[str, Any], list[Row]] = "", {}, []
     if dist.get_rank() == 0:
@@ -157,7 +159,7 @@ def choose_experts(run: Run) -> tuple[Run, list[Row]]:
         asked = ExplainConfig(
             nodes=topology.num_nodes, local_size=topology.local_size, model=config.model, seq_len=config.seq_len,
             micro_batches=batch.accumulation, micro_batch=batch.micro_batch,
-            dtype="bf16" if config.dtype == "bf16" else "fp32", tables=config.tables,
+            dtype=dtype, tables=config.tables,
         )  # fmt: skip
         shape = None if config.finds_expert_ranks else config.mesh_shape
         try:
@@ -196,14 +198,14 @@ def choose_attention(run: Run, dtype: str | None) -> tuple[Run, list[Row]]:
     comm.close()
     told: tuple[str, str] = "", ""
     if is_first:
-        heads, kv_heads, width, layers = heads_of(skeleton_of(config))
         tokens, itemsize = derive(config, config.num_shares).micro_batch * config.seq_len, 2 if dtype == "bf16" else 4
         axes = list(config.mesh_shape.sizes.items())
         inner = axes[[name for name, _ in axes].index("sequence") + 1 :]
         members = neighbours(0, asked.parallel, math.prod(size for _, size in inner))
         local_size = along(topology, members)
         network = network_of(links, asked.parallel, local_size)
-        layout, why = choose_layout(asked, Shape(heads, kv_heads, width, tokens, layers, itemsize), local_size, network)
+        shape = attention_of(skeleton_of(config), tokens, itemsize)
+        layout, why = choose_layout(asked, shape, local_size, network)
         told = str(layout), why
     method, why = told_by_first(told, "the attention of sequences")
     rows = [(f"--sequence.method {AUTO}", method, why), measured_row(links)]

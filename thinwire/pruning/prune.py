@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -93,30 +93,51 @@ def prune(
     batches, spread = list(batches), spread_over(model)
     if spread is not None:
         check_equally_many(spread, len(batches))
+    check_targets(layers, pattern, {} if spread is None else spread.shapes)
+    done = Pruned()
+    with evaluating(model):
+        inputs, calls = first_inputs(model, layers, batches)
+        for number, (prefix, layer) in enumerate(layers):
+            with nullcontext() if spread is None else spread.whole(layer):
+                with ExitStack() as hooks:
+                    targets = list(watched(layer, prefix, hooks, is_gated=method == "moe-pruner"))
+                    for x, call in zip(inputs, calls, strict=True):
+                        call.run(layer, number, x)
+                if many:
+                    for squares in {id(target.squares): target.squares for target in targets}.values():
+                        dist.all_reduce(squares, group=group)
+                if method == "obs":
+                    for number_of_round in range(1, rounds + 1):
+                        # What stays shrinks by the same factor in each.
+                        share = (
+                            1 - (1 - sparsity) ** (number_of_round / rounds) if number_of_round < rounds else sparsity
+                        )
+                        prune_by_curvature(model, targets, batches, done, share, pattern)
+                else:
+                    for target in targets:
+                        prune_one(target, done, sparsity, method, pattern, seed)
+                inputs = [call.run(layer, number, x) for x, call in zip(inputs, calls, strict=True)]
+    return done
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which a model is in evaluation."""
     was_training = model.training
     model.eval()
-    inputs, calls = first_inputs(model, layers, batches)
-    done = Pruned()
-    for number, (prefix, layer) in enumerate(layers):
-        with nullcontext() if spread is None else spread.whole(layer):
-            with ExitStack() as hooks:
-                targets = list(watched(layer, prefix, hooks, is_gated=method == "moe-pruner"))
-                for x, call in zip(inputs, calls, strict=True):
-                    call.run(layer, number, x)
-            if many:
-                for squares in {id(target.squares): target.squares for target in targets}.values():
-                    dist.all_reduce(squares, group=group)
-            if method == "obs":
-                for number_of_round in range(1, rounds + 1):
-                    # What stays shrinks by the same factor in each.
-                    share = 1 - (1 - sparsity) ** (number_of_round / rounds) if number_of_round < rounds else sparsity
-                    prune_by_curvature(model, targets, batches, done, share, pattern)
-            else:
-                for target in targets:
-                    prune_one(target, done, sparsity, method, pattern, seed)
-            inputs = [call.run(layer, number, x) for x, call in zip(inputs, calls, strict=True)]
-    model.train(was_training)
-    return done
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def check_targets(layers: list[tuple[str, nn.Module]], pattern: str, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise ConfigError for layers that can't be pruned, before any is changed. shapes: of what lies in parts."""
+    for prefix, layer in layers:
+        with ExitStack() as hooks:
+            for target in watched(layer, prefix, hooks, is_gated=False):
+                shape = shapes.get(target.name, target.weight.shape)
+                check_width(target.name, shape[-2 if target.is_transposed else -1], pattern)
 
 
 def check_equally_many(ranks: ExpertRanks, num_batches: int) -> None:
@@ -132,7 +153,6 @@ def check_equally_many(ranks: ExpertRanks, num_batches: int) -> None:
 def prune_one(target: Target, done: Pruned, sparsity: float, method: str, pattern: str, seed: int) -> None:
     """Choose the weights of one target that stay, and set the others to zero."""
     matrices, norms = target.matrices(), target.squares.sqrt()
-    check_width(target.name, matrices.shape[-1], pattern)
     if method == "random":
         drawn = uniform(named_seed(seed, target.name), 0, matrices.numel())
         score = drawn.view(matrices.shape).to(matrices.device)
@@ -153,8 +173,6 @@ def prune_by_curvature(
 
     Gradients of as many rows as fit are in memory; they are those before any of the layer's weights changes.
     """
-    for target in targets:
-        check_width(target.name, target.matrices().shape[-1], pattern)
     flat = [target.matrices().flatten(0, -2) for target in targets]
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in targets]
     for group in in_groups([rows.shape for rows in flat], sum(map(len, batches))):

@@ -10,9 +10,8 @@ import torch
 from thinwire.hosts.experts.parallel import ExpertRanks
 from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.sequence import SequenceRanks
-from thinwire.hosts.sequence.seams import heads_of
+from thinwire.hosts.sequence.seams import attention_of
 from thinwire.methods.experts.traffic import Rows, sent
-from thinwire.methods.sequence import Shape
 from thinwire.methods.sequence.traffic import most_sent
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.seam import mixture_of
@@ -98,11 +97,10 @@ def expert_row(engine: Engine, experts: ExpertRanks) -> Row:
 def sequence_row(engine: Engine, sequence: SequenceRanks) -> Row:
     """A row about what the ranks of a sequence send each other in a step."""
     config, batch = engine.config, engine.batch
-    heads, kv_heads, width, layers = heads_of(engine.model)
     tokens, itemsize = batch.micro_batch * config.seq_len, 2 if engine.dtype == "bf16" else 4
-    shape = Shape(heads, kv_heads, width, tokens, layers, itemsize)
+    shape = attention_of(engine.model, tokens, itemsize)
     most = batch.accumulation * most_sent(sequence.layout, shape, sequence.options, config.seq_len)
-    effect, why = f"{most / 1e6:.3f} MB a rank", f"in {layers} layers"
+    effect, why = f"{most / 1e6:.3f} MB a rank", f"in {shape.layers} layers"
     if config.documents and sequence.layout.ring > 1:
         effect, why = f"at most {effect}", f"{why}; blocks without a document in common do not travel"
     return "ranks of a sequence send each other, a step", effect, why

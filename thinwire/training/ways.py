@@ -32,6 +32,7 @@ class WaysInUse:
         experts, sizes = engine.stage.experts, mixture_of(engine.model)
         assert run.links is not None and experts is not None and sizes is not None
         self.engine, self.experts, self.sizes = engine, experts, sizes
+        experts.watch.wait = engine.device.synchronize
         stated = run.config.tables.get(EXPERTS, {})
         names = [name for name in OPEN if stated.get(name) == AUTO]
         way = replace(experts.options, release="auto") if stated.get("release") == AUTO else experts.options
@@ -102,7 +103,10 @@ class WaysInUse:
         start = time.perf_counter()
         self.engine.optimizer.synchronize()
         timed = TIMED_EXPERTS, self.sizes.inner, self.sizes.width
-        links = measure_links(self.experts.everyone, timed, [ALL_TO_ALL, SCATTER])
+        asked = [ALL_TO_ALL, SCATTER]
+        links = measure_links(
+            self.experts.everyone, timed, asked, device=self.engine.device, dtype=self.engine.dtype
+        )  # fmt: skip
         self.dictionary.renew(links, time.perf_counter() - start)
 
     def _rows(self, load: RowLoad) -> Rows:

@@ -81,3 +81,5 @@ def test_islands_share_experts_and_resume(tmp_path: Path) -> None:
 def test_a_strategy_of_replicas_is_refused_inside_islands() -> None:
     with pytest.raises(thinwire.ConfigError, match="ddp in diloco can't train experts over several ranks"):
         thinwire.methods.experts.check_data_method(thinwire.DiLoCo(inner=thinwire.DDP()))
+    with pytest.raises(thinwire.ConfigError, match=r"ascent 0.1 in diloco, and experts over several ranks"):
+        thinwire.methods.experts.check_data_method(thinwire.DiLoCo(inner=thinwire.Zero(), ascent=0.1))

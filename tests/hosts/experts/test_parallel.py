@@ -18,6 +18,7 @@ from tests.workers import run_workers
 from thinwire import ExpertParallel
 from thinwire.collectives.exchange import Exchange
 from thinwire.hosts.experts import once
+from thinwire.hosts.experts.stopwatch import Stopwatch
 from thinwire.hosts.experts.trip import Trip
 from thinwire.methods.experts import Rows, sent
 from thinwire.methods.experts.choice import moves_of
@@ -369,6 +370,13 @@ def check_two_hops(messages: list[list[dict[int, list[int]]]]) -> None:
         # What both ranks of this node send to the rank at this place of the other one, but for numbers in front.
         both = between[rank, far][0] + between[rank ^ 1, far][0]
         assert 0 <= hops[far][0] - both <= 8 * 16
+
+
+def test_seconds_wait_for_what_a_gpu_has_queued() -> None:
+    watch, waits = Stopwatch(), list[int]()
+    watch.wait = partial(waits.append, 1)
+    watch.ends(2 * watch.begins(torch.ones(2, requires_grad=True))).sum().backward()
+    assert len(waits) == 4
 
 
 def lose_a_rank(rank: int, world_size: int) -> str:

@@ -32,19 +32,25 @@ LENGTH = 48
 # Where documents of the two sequences end: inside a chunk, at a border of chunks, and across several. With 4 groups in
 # a ring, chunks have 6 tokens: no rank of the second sequence has later tokens of another's documents but one.
 BOUNDS = ([0, 3, 4, 12, 31, 48], [0, 6, 12, 18, 24, 30, 36, 40, 48])
+# Values narrower than keys, as in attention by latent vectors, and wider.
+UNLIKE, VALUES = [CASES[5], CASES[0], CASES[7]], {"narrow": 8, "wide": 24}
 PACKED = [case for case in CASES if case[0].ring > 1] + [CASES[2]]
 
 
-def inputs(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """q, k, v and the gradient of the output, of whole sequences."""
+def inputs(
+    heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, values: int = WIDTH
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """q, k, v and the gradient of the output, of whole sequences. values: width of v and of the output."""
     draw = torch.Generator().manual_seed(heads)
-    sizes = (heads, kv_heads, kv_heads, heads)
-    return tuple(torch.randn(BATCH, n, LENGTH, WIDTH, generator=draw, dtype=torch.float64).to(dtype) for n in sizes)
+    sizes = (heads, WIDTH), (kv_heads, WIDTH), (kv_heads, values), (heads, values)
+    return tuple(torch.randn(BATCH, n, LENGTH, d, generator=draw, dtype=torch.float64).to(dtype) for n, d in sizes)
 
 
-def alone(heads: int, kv_heads: int, is_causal: bool, is_packed: bool = False) -> list[Tensor]:
+def alone(
+    heads: int, kv_heads: int, is_causal: bool, is_packed: bool = False, values: int = WIDTH
+) -> list[Tensor]:  # fmt: skip
     """Output and gradients of one process, by plain products."""
-    q, k, v, grad = (x.requires_grad_() for x in inputs(heads, kv_heads))
+    q, k, v, grad = (x.requires_grad_() for x in inputs(heads, kv_heads, values=values))
     group = heads // kv_heads
     scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) / WIDTH**0.5
     if is_causal:
@@ -65,11 +71,13 @@ def same_document() -> Tensor:
 def share(rank: int, world_size: int) -> dict[str, Any]:
     # Checked: both sides of a message must agree on its operation, level and size.
     comm = Communicator(local_size=2, checked=True)
-    found: dict[str, Any] = {"cases": [], "packed": []}
-    for kind, cases, bounds in (("cases", CASES, ()), ("packed", PACKED, BOUNDS)):
+    found: dict[str, Any] = {"cases": [], "packed": [], **{kind: [] for kind in VALUES}}
+    kinds = [("cases", CASES, ()), ("packed", PACKED, BOUNDS), *((kind, UNLIKE, ()) for kind in VALUES)]
+    for kind, cases, bounds in kinds:
         for number, (layout, heads, kv_heads, is_causal) in enumerate(cases):
             own = tokens_of(layout, rank, LENGTH)
-            q, k, v, grad = (x[:, :, own].requires_grad_() for x in inputs(heads, kv_heads))
+            whole = inputs(heads, kv_heads, values=VALUES.get(kind, WIDTH))
+            q, k, v, grad = (x[:, :, own].requires_grad_() for x in whole)
             before = comm.meter.snapshot().sent_bytes
             out = sequence_attention(q, k, v, SequenceWire(comm), layout, is_causal=is_causal, bounds=bounds)
             grads = torch.autograd.grad(out, (q, k, v), grad.detach())
@@ -126,13 +134,15 @@ def shared() -> list[dict[str, Any]]:
     return run_workers(share, RANKS)
 
 
-def test_outputs_and_gradients_are_those_of_one_process(shared: list[dict[str, Any]]) -> None:
-    for number, (layout, heads, kv_heads, is_causal) in enumerate(CASES):
-        truth = alone(heads, kv_heads, is_causal)
-        shape = Shape(heads, kv_heads, WIDTH, BATCH * LENGTH, itemsize=8)
+@pytest.mark.parametrize("kind", ["cases", *VALUES])
+def test_outputs_and_gradients_are_those_of_one_process(kind: str, shared: list[dict[str, Any]]) -> None:
+    values = VALUES.get(kind, WIDTH)
+    for number, (layout, heads, kv_heads, is_causal) in enumerate(CASES if kind == "cases" else UNLIKE):
+        truth = alone(heads, kv_heads, is_causal, values=values)
+        shape = Shape(heads, kv_heads, WIDTH, BATCH * LENGTH, itemsize=8, value_size=values)
         told = sent(layout, shape)
         for rank, found in enumerate(shared):
-            _, own, results, spent = found["cases"][number]
+            _, own, results, spent = found[kind][number]
             for name, result, expected in zip(("out", "dq", "dk", "dv"), results, truth, strict=True):
                 error = float((result - expected[:, :, own]).abs().max())
                 assert error < 1e-12, (str(layout), heads, name, error)

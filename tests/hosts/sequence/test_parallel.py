@@ -24,6 +24,12 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2, max_position_embeddings=LENGTH,
 )  # fmt: skip
 
+# Attention by latent vectors: keys are 12 wide, values 8.
+LATENT = {
+    "kind": "deepseek_v3", "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "kv_lora_rank": 16, "q_lora_rank": None, "first_k_dense_replace": 2,
+}  # fmt: skip
+
 
 def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
     """Tokens and what follows them; in odd steps, only a few early tokens of one sequence count."""
@@ -211,21 +217,21 @@ def test_steps_are_those_of_one_process_with_very_unequal_tokens() -> None:
 
 
 def as_pairs(rank: int, world_size: int) -> list[Any]:
-    return [hugging_face(way) for way in ("ulysses", "ring")]
+    return [hugging_face(way) for way in ("ulysses", "ring")] + [hugging_face("ring", **LATENT)]
 
 
-def hugging_face(method: str) -> Any:
+def hugging_face(method: str, kind: str = "llama", **more: Any) -> Any:
     """The gradients of a model of transformers: of one process, and of this one with another."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LENGTH,
-    )  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, **{
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": LENGTH, **more,
+    })  # fmt: skip
     tokens, targets = batch_of(1, 0)
     results = []
     for ranks in (1, 2):
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(ranks, method=method))
         part, aims = seq.split(tokens, targets)
         logits = model(input_ids=part, use_cache=False).logits

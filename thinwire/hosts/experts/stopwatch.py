@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -14,12 +15,15 @@ class Stopwatch:
     """Adds up the seconds between `begins` and `ends`, in training, and those of the backward between them.
 
     gap_s: before the last `take`, the median seconds of a backward between one layer and the next.
+    wait: called before the time is read, such as `Device.synchronize`, since a GPU computes what is queued; None: what
+    is queued counts where it is waited for.
     """
 
     def __init__(self) -> None:
         self._seconds, self._since = 0.0, 0.0
         self.gap_s, self._gaps = 0.0, list[float]()
         self._is_in_backward = False
+        self.wait: Callable[[], None] | None = None
 
     def begins(self, x: Tensor) -> Tensor:
         """The input of a layer."""
@@ -31,6 +35,8 @@ class Stopwatch:
 
     def note(self, *, is_end: bool, is_backward: bool) -> None:
         """A layer's forward or backward begins or ends now."""
+        if self.wait is not None:
+            self.wait()
         now = perf_counter()
         if is_end:
             self._seconds += now - self._since

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from thinwire.losses import cut_loss, loss_in_effect
 from thinwire.methods.memory.residency import OFFLOAD, RECOMPUTE, RECOMPUTE_FROM_DISK
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Llama, LlamaConfig
+from thinwire.models.moe import MoE, check_parts
 
 # In which a forward may compute.
 DTYPES = ("bf16", "fp32")
@@ -33,18 +35,39 @@ def recompute(model: nn.Module, slices: int = 1) -> int:
     """
     layers = layers_of(model)
     for layer in layers:
-        layer.forward = partial(in_slices, partial(checkpoint, layer.forward, use_reentrant=False), slices)
+        mixtures = [module for module in layer.modules() if isinstance(module, MoE)]
+        again = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=partial(_contexts, mixtures))
+        layer.forward = partial(in_slices, again, slices, mixtures=mixtures)
     if slices > 1:
-        model.register_forward_pre_hook(_refuse_documents, with_kwargs=True)
+        model.register_forward_pre_hook(_refuse_whole_batches, with_kwargs=True)
     return len(layers)
 
 
-def in_slices(forward: Callable[..., Any], num: int, *args: Any, **kwargs: Any) -> Any:
+def _contexts(mixtures: Sequence[MoE]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a layer's forward, and of the second one in the backward."""
+    return nullcontext(), _sums_stay(mixtures)
+
+
+@contextmanager
+def _sums_stay(mixtures: Sequence[MoE]) -> Iterator[None]:
+    """Leave the sums of the first forward: those of the second would hold what it computes until the next step."""
+    before = [each.sums for each in mixtures]
+    try:
+        yield
+    finally:
+        for each, sums in zip(mixtures, before, strict=True):
+            each.sums = sums
+
+
+def in_slices(
+    forward: Callable[..., Any], num: int, *args: Any, mixtures: Sequence[MoE] = (), **kwargs: Any
+) -> Any:  # fmt: skip
     """What a layer returns for a batch, computed for at most `num` parts of it in turn and put together.
 
     The layer's weights are used once, and backward ends with all parts of a layer before it begins with the layer
     below. args: the first is [batch, ...]. Of the others, and of `kwargs`, tensors of three or more dimensions whose
-    first is the batch are cut too, and integers [batch, seq].
+    first is the batch are cut too, and integers [batch, seq]. mixtures: in the layer; the sums of their parts are
+    added.
     """
     batch = len(args[0])
     num = min(num, batch)
@@ -62,7 +85,14 @@ def in_slices(forward: Callable[..., Any], num: int, *args: Any, **kwargs: Any) 
         is_of_tokens = given.shape == head and not given.is_floating_point()
         return given.tensor_split(num)[number] if given is args[0] or given.dim() > 2 or is_of_tokens else given
 
-    return _joined([forward(*cut(args, number), **cut(kwargs, number)) for number in range(num)])
+    outputs, sums = list[Any](), list[list[Tensor | None]]()
+    for number in range(num):
+        outputs.append(forward(*cut(args, number), **cut(kwargs, number)))
+        sums.append([each.sums for each in mixtures])
+    for each, of_parts in zip(mixtures, zip(*sums, strict=True), strict=True):
+        noted = [part for part in of_parts if part is not None]
+        each.sums = torch.stack(noted).sum(0) if noted else None
+    return _joined(outputs)
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -74,9 +104,10 @@ def _joined(parts: list[Any]) -> Any:
     return parts[-1]
 
 
-def _refuse_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_whole_batches(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if len(args) > 2 or kwargs.get("documents") is not None:
         raise ConfigError("slices beside documents: their bounds are those of a whole batch; leave one of both out")
+    check_parts(model)
 
 
 def kept_bytes(model: nn.Module, *inputs: Any, besides: Sequence[Tensor] = ()) -> int:

@@ -19,10 +19,10 @@ from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.hosts.sequence.attention import Sent, send_heads, sequence_attention
 from thinwire.hosts.sequence.probe import check_sharing
-from thinwire.hosts.sequence.seams import heads_of, replace
+from thinwire.hosts.sequence.seams import attention_of, replace
 from thinwire.hosts.sequence.wire import SequenceWire
 from thinwire.methods.options import AS_IT_IS
-from thinwire.methods.sequence import SequenceLayout, SequenceParallel, Shape, choose_layout, tokens_of
+from thinwire.methods.sequence import SequenceLayout, SequenceParallel, choose_layout, tokens_of
 from thinwire.models.documents import Attend, bounds_of
 from thinwire.table import Row
 
@@ -231,7 +231,7 @@ def sequence_parallel(
     Raises ConfigError for a number of ranks that does not divide the group's, for heads that can't be divided, for
     dropout in the attention, and for models whose attention can't be replaced or whose tokens interact outside of it.
     """
-    heads, kv_heads, width, _ = heads_of(model)
+    shape = attention_of(model, TYPICAL_TOKENS)
     check_sharing(model)
     make = partial(Communicator, timeout_s=timeout_s, checked=checked)
     everyone = make(group, local_size=local_size, meter=meter)
@@ -239,7 +239,7 @@ def sequence_parallel(
     check_ranks(options, world_size)
     members = neighbours(everyone.rank, ranks, stride)
     topology = Topology.stated(ranks, along(everyone.topology, members))
-    layout, why = choose_layout(options, Shape(heads, kv_heads, width, TYPICAL_TOKENS), topology.local_size, network)
+    layout, why = choose_layout(options, shape, topology.local_size, network)
     comm = everyone
     if ranks < world_size:
         own = [everyone.global_ranks[rank] for rank in members]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
@@ -40,8 +41,9 @@ def ring_attention(
             the same.
 
     Shape:
-        q: [batch, heads, tokens, d]. k, v: [batch, kv_heads, tokens, d].
-        result: this rank's tokens of the output, in the shape of q.
+        q: [batch, heads, tokens, d]. k: [batch, kv_heads, tokens, d]. v: [batch, kv_heads, tokens, e]; where e is not
+            d, the narrower of both travels with zeros up to the width of the other.
+        result: this rank's tokens of the output, [batch, heads, tokens, e].
 
     A collective. Raises ConfigError for an odd number of tokens with a causal mask, and for bounds that do not cover
     the sequences.
@@ -53,7 +55,12 @@ def ring_attention(
     if is_causal and ring.size > 1 and q.shape[2] % 2:
         raise ConfigError(f"{q.shape[2]} tokens on a rank of a causal ring: must be even; pad to {q.shape[2] + 1}")
     check_bounds(bounds, len(q), q.shape[2] * ring.size)
-    return _Ring.apply(q, k, v, ring, q.shape[-1] ** -0.5 if scale is None else scale)
+    scale, of_values = q.shape[-1] ** -0.5 if scale is None else scale, v.shape[-1]
+    # Blocks, and messages of keys beside values, know one width. Zeros add nothing to a product.
+    width = max(q.shape[-1], of_values)
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    out = _Ring.apply(q, k, v, ring, scale)
+    return out if width == of_values else out[..., :of_values]
 
 
 def check_bounds(bounds: Sequence[Sequence[int]], batch: int, length: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
+from thinwire.methods.sequence import Shape
 from thinwire.models.llama import Attention, Decoder, attend
 
 NAME = "thinwire-sequence"
@@ -45,19 +46,22 @@ def config_of(model: nn.Module) -> Any:
     )
 
 
-def heads_of(model: nn.Module) -> tuple[int, int, int, int]:
-    """Numbers of query heads and key heads, a head's width, layers. Raises ConfigError if sequences can't be split."""
+def attention_of(model: nn.Module, tokens: int, itemsize: int = 4) -> Shape:
+    """The attention of a model's layers; see Shape for `tokens`. Raises ConfigError if sequences can't be split."""
     config = config_of(model)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width, of_values = getattr(config, "head_dim", None) or config.hidden_size // heads, 0
+    # Attention by latent vectors; there, `head_dim` may be of the rotated part alone.
+    if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:
+        width, of_values = plain + config.qk_rope_head_dim, config.v_head_dim
     for name in ("attention_dropout", "attn_pdrop"):
         if getattr(config, name, 0):
             raise ConfigError(f"{name} {getattr(config, name)}: parts of a sequence can't share a mask; nearest: 0.0")
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True):
         raise ConfigError(f"sliding_window {window}: every token must see all before it; nearest: no sliding_window")
-    return heads, kv_heads, width, config.num_hidden_layers
+    return Shape(heads, kv_heads, width, tokens, config.num_hidden_layers, itemsize, of_values)
 
 
 def replace(

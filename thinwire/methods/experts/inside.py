@@ -17,9 +17,15 @@ def averages_apart(method: Method | Connected) -> bool:
 def check_data_method(method: Method | Connected) -> None:
     """Raise ConfigError for a strategy that averages each parameter over all ranks, or cuts weights over them.
 
-    Of islands that of their ranks counts.
+    Of islands that of their ranks counts, and they must not climb: a rank's gradient of the experts has all ranks'
+    tokens, that of the rest has its own.
     """
     method = method.method if isinstance(method, Connected) else method
+    if isinstance(method, IslandsMethod) and method.climb is not None:
+        raise ConfigError(
+            f"ascent {method.ascent:g} in {method.name}, and experts over several ranks: a rank climbs along the "
+            "gradient of its own tokens, and experts have that of all ranks' tokens; nearest: leave ascent out"
+        )
     if averages_apart(method.inner if isinstance(method, IslandsMethod) else method):
         return
     name = f"{method.inner.name} in {method.name}" if isinstance(method, IslandsMethod) else method.name

@@ -23,8 +23,7 @@ Pair = tuple[int, int]
 class Shape:
     """One layer's attention. tokens: length of the whole sequence times number of sequences.
 
-    itemsize: bytes of an exact
-    element.
+    head_size: of queries and keys. itemsize: bytes of an exact element. value_size: of values and outputs; 0: the same.
     """
 
     heads: int
@@ -33,10 +32,16 @@ class Shape:
     tokens: int
     layers: int = 1
     itemsize: int = 4
+    value_size: int = 0
 
-    def bytes_of(self, rows: int, codec: Codec | None) -> int:
-        """Bytes of `rows` rows of a head's width in one message."""
-        numel = rows * self.head_size
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The width of a head's queries and keys, and of its values and outputs."""
+        return self.head_size, self.value_size or self.head_size
+
+    def bytes_of(self, rows: int, width: int, codec: Codec | None) -> int:
+        """Bytes of `rows` rows of this width in one message."""
+        numel = rows * width
         return numel * self.itemsize if codec is None else codec.packet_bytes(numel)
 
 
@@ -53,7 +58,8 @@ def sent(
     found: dict[Pair, int] = defaultdict(int)
     queries = head_shares(shape.heads, layout.ulysses)
     keys = [kv_share(share, shape.heads, shape.kv_heads) for share in queries]
-    tokens = shape.tokens // layout.size
+    tokens, (of_keys, of_values) = shape.tokens // layout.size, shape.widths
+    widths = of_keys, of_keys, of_values, of_values
     for rank in range(layout.size):
         own = rank % layout.ulysses
         for peer in layout.heads_group(rank):
@@ -62,13 +68,14 @@ def sent(
                 # Messages of q, of k and of v, and of the outputs; then of their gradients.
                 there = [_len(queries[theirs]), _len(keys[theirs]), _len(keys[theirs]), _len(queries[own])]
                 back = [_len(queries[own]), _len(keys[own]), _len(keys[own]), _len(queries[theirs])]
-                found[rank, peer] += sum(shape.bytes_of(num * tokens, wire) for num in there)
-                found[rank, peer] += sum(shape.bytes_of(num * tokens, gradients) for num in back)
+                for nums, codec in ((there, wire), (back, gradients)):
+                    parts = zip(nums, widths, strict=True)
+                    found[rank, peer] += sum(shape.bytes_of(num * tokens, width, codec) for num, width in parts)
         ring = layout.ring_group(rank)
         at, rows = ring.index(rank), 2 * _len(keys[own]) * tokens * layout.ulysses
         for step in range(1, layout.ring):
-            found[rank, ring[(at + 1) % layout.ring]] += 2 * shape.bytes_of(rows, wire)
-            found[rank, ring[(at - step) % layout.ring]] += shape.bytes_of(rows, gradients)
+            found[rank, ring[(at + 1) % layout.ring]] += 2 * shape.bytes_of(rows, max(widths), wire)
+            found[rank, ring[(at - step) % layout.ring]] += shape.bytes_of(rows, max(widths), gradients)
     return dict(found)
 
 

@@ -34,7 +34,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "thinwire.hosts.sequence": ("SequenceRanks", "ring_attention", "sequence_parallel", "ulysses_attention"),
     "thinwire.hosts.sharded.optimizer": ("ShardedOptimizer",),
     "thinwire.hosts.offload.hollow": ("hollow",),
-    "thinwire.hosts.offload.weights": ("whole",),
+    "thinwire.hosts.sharded.weights": ("whole",),
     "thinwire.hosts.sharded.wrap": ("zero",),
     "thinwire.state.watchdog": ("DeadGradientError",),
     "thinwire.layout.formats": ("Strategy",),

@@ -46,7 +46,6 @@ from thinwire.hosts.experts import ExpertRanks as ExpertRanks, expert_parallel a
 from thinwire.hosts.forward.optimizer import ForwardOptimizer as ForwardOptimizer, forward_only as forward_only
 from thinwire.hosts.fsdp.compress import CompressedFSDP as CompressedFSDP, compress_fsdp as compress_fsdp
 from thinwire.hosts.offload.hollow import hollow as hollow
-from thinwire.hosts.offload.weights import whole as whole
 from thinwire.hosts.sequence import (
     SequenceRanks as SequenceRanks,
     ring_attention as ring_attention,
@@ -54,6 +53,7 @@ from thinwire.hosts.sequence import (
     ulysses_attention as ulysses_attention,
 )
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer as ShardedOptimizer
+from thinwire.hosts.sharded.weights import whole as whole
 from thinwire.hosts.sharded.wrap import zero as zero
 from thinwire.islands.library import Islands as Islands
 from thinwire.layout.formats import Strategy as Strategy

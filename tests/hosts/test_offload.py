@@ -557,6 +557,22 @@ def cut_ways(folder: Path) -> dict[str, Residency | None]:
     }
 
 
+def edited_in_passing(replica: Replica) -> Any:
+    """Bytes of whole weights before, in and behind a block in which a layer is edited; and a step after it."""
+
+    def whole_bytes() -> int:
+        return sum(bucket.live.untyped_storage().nbytes() for bucket in replica.optimizer.buckets)  # type: ignore[attr-defined]
+
+    layer = replica.model.get_submodule("layers.0")
+    replica.optimizer.synchronize()
+    found = [whole_bytes()]
+    with thinwire.whole(layer):
+        found.append(whole_bytes())
+        # No version is counted of what is written so.
+        layer.get_parameter("weight").data.mul_(0.5)
+    return [*found, whole_bytes()], followed(replica, STEPS + 2, 1)
+
+
 def cut_over_disks(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
     """Each way: three steps, a checkpoint, two more; then two from what another way has saved, or has kept."""
     cut_small()
@@ -578,6 +594,7 @@ def cut_over_disks(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
             replica.optimizer.commit({})
         else:
             told[way] = before, followed(replica, STEPS, 2)
+            told[way, "edited"] = edited_in_passing(replica)
         if way == "disk":
             kept: Any = replica.optimizer._residence.replicas  # type: ignore[attr-defined]
             whole = sum(bucket.live.nbytes for bucket in kept.spots)
@@ -602,6 +619,14 @@ def test_weights_that_are_cut_lie_on_all_disks_bit_for_bit(tmp_path: Path) -> No
         for way in ("disk", "again"):
             assert_same(told[way][0], before)
             assert_same(told[way][1], after)
+        whole_bytes, edited = told["memory", "edited"]
+        assert whole_bytes[0] == whole_bytes[1] == whole_bytes[2]
+        # The edit has reached the masters, which a step moves little.
+        assert torch.allclose(edited[1]["layers.0.weight"], 0.5 * after[1]["layers.0.weight"], atol=0.02)
+        for way in ("disk", "again"):
+            outside, inside, behind = told[way, "edited"][0]
+            assert outside == behind == 0 < inside < whole_bytes[0]
+            assert_same(told[way, "edited"][1], edited)
         for way in ("disk", "memory", "again"):
             assert told[way, "again"][0]
             assert_same(told[way, "again"][1], after)

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.training.alone import small_config, trainer_of
+from tests.workers import run_workers
 from thinwire.calibration.process import USUAL
 from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.offload import replicas
 from thinwire.hosts.offload.hollow import is_hollow
+from thinwire.hosts.sharded import passing
+from thinwire.hosts.sharded.bucket import FlatBucket
+from thinwire.launch.check_memory import check_residency
 from thinwire.launch.line import read_config
 from thinwire.launch.prepare import check_norms, plan
 from thinwire.methods.memory import Floor, efficiency, placed
 from thinwire.models.build import build_skeleton
 from thinwire.models.hf import build_hf
 from thinwire.planner.command import run_explain
+from thinwire.run import residency as run_residency
 from thinwire.run.config import TrainConfig
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run
+from thinwire.run.run_dir import RunDir
 from thinwire.training.engine import built
 
 CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-over", "2"]
@@ -68,6 +79,32 @@ def test_what_can_not_be_is_refused(tmp_path: Path, words: list[str], told: str)
         words = ["--model", "tiny", "--run-dir", str(tmp_path / "run"), *words]
         plan(read_config(words, problems), problems)
     assert told in str(error.value)
+
+
+def test_what_a_run_finds_of_its_own_on_the_disk_needs_no_space_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run that goes on, and one that takes the place of another; not one that leaves the files where they are."""
+    skeleton, run_dir = build_skeleton("tiny", 256, 256), RunDir(tmp_path)
+    durable, plain = {"durable": True, "sub_group": 1024}, {"optimizer": "disk", "sub_group": 1024}
+
+    def checked(overwrite: bool, options: dict[str, Any]) -> None:
+        config = TrainConfig(
+            model="tiny", workers=2, run_dir=str(tmp_path), overwrite=overwrite, tables={"residency": options}
+        )
+        check_residency(config, Run.of(config), skeleton)
+
+    monkeypatch.setattr("thinwire.tiers.mount.os.statvfs", lambda _: SimpleNamespace(f_bavail=4096, f_frsize=1))
+    told = "and the disk has 0.00 GB free"
+    with pytest.raises(ConfigError, match=told):
+        checked(False, durable)
+    (run_dir.store / "rank0").mkdir(parents=True)
+    with (run_dir.store / "rank0" / "master").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 40_000_000)
+    checked(False, durable)
+    checked(True, plain)
+    with pytest.raises(ConfigError, match=told):
+        checked(False, plain)
 
 
 def test_a_budget_decides_what_lies_where() -> None:
@@ -229,3 +266,47 @@ def test_a_folder_of_transformers_is_never_whole_where_its_weights_lie_on_the_di
     words = ["--model", f"hf:{path}", "--memory", "500mb", "--seq-len", "32", "--run-dir", str(tmp_path / "run")]
     with pytest.raises(ConfigError, match=r"activations .*; nearest: --memory"):
         plan(read_config(words, problems), problems)
+
+
+def trained_cut(rank: int, world_size: int, config: TrainConfig) -> list[Any]:
+    """Losses of a run whose weights are cut over ranks; the most bytes of them that were whole at a time, and all.
+
+    In memory; in memory, under a budget; and on disks.
+    """
+    replicas.SMALL_NUMEL = 0
+    run_residency.process_memory = lambda: USUAL
+    set_whole, told = passing.set_whole, list[Any]()
+    ways: list[dict[str, Any]] = [{}, {"memory": "8gb", "weights": "memory"}, {"weights": "disk"}]
+    for number, way in enumerate(ways):
+        whole, most = dict[FlatBucket, int](), [0]
+
+        def counted(bucket: FlatBucket, is_whole: bool, whole: Any = whole, most: Any = most) -> None:
+            set_whole(bucket, is_whole)
+            whole[bucket] = bucket.live.nbytes * is_whole
+            most.append(sum(whole.values()))
+
+        passing.set_whole = counted
+        tables = {**config.tables, **({"residency": way} if way else {})}
+        run_dir = RunDir(Path(config.run_dir) / str(number))
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        trainer = trainer_of(replace(config, run_dir=str(run_dir.path), tables=tables), rank, world_size)
+        trainer.run()
+        losses = []
+        if trainer.reporter is not None:
+            losses = [record.loss for record in trainer.reporter.metrics.records]
+            losses.append(json.loads(run_dir.summary.read_text())["heldout_loss"])
+            trainer.reporter.close()
+        told.append((losses, max(most), sum(bucket.live.nbytes for bucket in whole)))
+    return told
+
+
+def test_weights_that_are_cut_stay_cut_to_the_end_of_a_run_on_a_disk_or_under_a_budget(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path, tokens_per_step=64, workers=2, steps=2, sample_tokens=3, checkpoint_every=0, strategy="frontier",
+        tables={"frontier": {"weights_over": 2, "gradients_over": 2}},
+    )  # fmt: skip
+    for told in run_workers(trained_cut, 2, config):
+        (plain, most, whole), *others = told
+        assert most == whole
+        for losses, held, _ in others:
+            assert losses == plain and held < 0.8 * whole

@@ -51,6 +51,7 @@ class ParallelOptimizer:
         tiers: bytes and seconds of this rank's disk; None: everything lies in memory.
         journal: keeps every step on this rank's disk; None: only checkpoints are kept.
         weights_pass: weights lie on a disk, and pass through memory in every forward.
+        weights_stay_cut: `synchronize` leaves weights cut over ranks, so that a forward of one rank is one of all.
         climb: the ascent of a step that also computes gradients at a point uphill; None: only at the weights.
     """
 
@@ -67,6 +68,7 @@ class ParallelOptimizer:
     tiers: TierMeter | None = None
     journal: Journal | None = None
     weights_pass = False
+    weights_stay_cut = False
     climb: Ascent | None = None
     stop_requested = False
     told = 0
@@ -159,7 +161,10 @@ class ParallelOptimizer:
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Bring the whole updated weights to every rank. Until the next backward, no forward communicates."""
+        """Bring the whole updated weights to every rank. Until the next backward, no forward communicates.
+
+        See `weights_stay_cut` for the exception.
+        """
         raise NotImplementedError
 
     def all_mean(self, value: float) -> float:

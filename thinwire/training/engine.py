@@ -226,7 +226,7 @@ class Engine:
 
     def _autocast(self) -> torch.autocast:
         # Copies of all weights would not fit where the weights don't.
-        return self.device.autocast(self.dtype, caches=not self.optimizer.weights_pass)
+        return self.device.autocast(self.dtype, caches=not self._weights_come_and_go)
 
     def _loss_of(self, module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """The loss of one micro-batch; the forward's seconds are counted."""
@@ -294,7 +294,7 @@ class Engine:
             total += loss * num if num else 0.0
             num_targets += num
         self.model.train()
-        # A rank may have fewer sequences than others, or none.
+        # Targets may differ in number between ranks, and batches never do: each forward may be one of all.
         return self.optimizer.all_mean(total) / self.optimizer.all_mean(num_targets)
 
     @property
@@ -306,9 +306,14 @@ class Engine:
     def writes_sample(self) -> bool:
         """Whether this rank takes part in writing the sample: one of the ranks that hold the first copy of the model.
 
-        Every token goes through the whole model, so a model whose weights pass through memory writes none.
+        Every token goes through the whole model, so a model whose weights come and go writes none.
         """
-        return self.replica[0] < self.config.mesh_shape.expert and not self.optimizer.weights_pass
+        return self.replica[0] < self.config.mesh_shape.expert and not self._weights_come_and_go
+
+    @property
+    def _weights_come_and_go(self) -> bool:
+        """Whether there is never memory for all weights."""
+        return self.optimizer.weights_pass or self.optimizer.weights_stay_cut
 
     @property
     def continuing(self) -> nn.Module:

@@ -43,8 +43,10 @@ def rows_on_options(engine: Engine) -> Iterator[Row]:
     if engine.why_whole:
         what = "the disk" if stage.pipeline is None else "the own stage"
         yield f"weights of {what} alone", "the whole model on every rank, at first", engine.why_whole
-    if engine.optimizer.weights_pass and config.sample_tokens:
-        why = "every token would read all weights from the disk; `thinwire generate` needs them in memory"
+    optimizer = engine.optimizer
+    if config.sample_tokens and (optimizer.weights_pass or optimizer.weights_stay_cut):
+        where = "read all weights from the disk" if optimizer.weights_pass else "gather all weights"
+        why = f"every token would {where}; `thinwire generate` needs them in memory"
         yield f"--sample-tokens {config.sample_tokens}", "none", why
     if lessons is not None:
         why = "stated" if config.teacher_weight is not None else "with which both losses are equal before this step"

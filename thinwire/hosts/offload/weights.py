@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,11 @@ from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.guard import Hook
 from thinwire.hosts.sharded.passing import PassingWeights, tensors_in
 from thinwire.hosts.sharded.seeds import Seeds
-from thinwire.hosts.sharded.weights import Weights
+from thinwire.hosts.sharded.weights import Weights, brings, units_by_module
 from thinwire.state.replicas import fingerprint
 
 # Buckets whose updated weights are under way while the next one is stepped.
 IN_FLIGHT = 1
-_HOSTS: WeakKeyDictionary[nn.Module, WeightsOnDisk] = WeakKeyDictionary()
 
 
 class StreamedUpdates(Weights):
@@ -98,13 +96,11 @@ class WeightsOnDisk(StreamedUpdates):
         if packs:
             model.register_forward_pre_hook(Hook(lambda *_: self._enter()))
             model.register_forward_hook(Hook(lambda *_: self._exit()), always_call=True)
-        unit_of = {id(slot.param): unit for unit in units for slot in unit.slots}
         self._tables: set[nn.Module] = set()
         self._units_of: dict[nn.Module, list[LiveUnit]] = {}
-        for module in model.modules():
-            own = [unit_of[id(param)] for param in module.parameters(recurse=False) if id(param) in unit_of]
-            large = [unit for unit in dict.fromkeys(own) if unit.buckets[0] in replicas.spots]
-            _HOSTS[module] = self
+        brings(self, model)
+        for module, own in units_by_module(model, units).items():
+            large = [unit for unit in own if unit.buckets[0] in replicas.spots]
             self._units_of[module] = large
             replicas.fit([unit.buckets[0] for unit in large])
             if large and looks_up(module):
@@ -185,7 +181,7 @@ class CutWeightsOnDisk(StreamedUpdates, PassingWeights):
         self.replicas, self._flying = replicas, deque()
         for unit in units:
             replicas.fit([bucket for bucket in unit.buckets if bucket in replicas.spots])
-        super().__init__(units, seeds, model, overlap=False)
+        super().__init__(units, seeds, model, overlap=False, keeps=False)
         replicas.end_update()
 
     def begin_gather(self, unit: LiveUnit) -> None:
@@ -194,13 +190,6 @@ class CutWeightsOnDisk(StreamedUpdates, PassingWeights):
 
     def end_gather(self, unit: LiveUnit) -> None:
         self.replicas.pinned.difference_update(unit.buckets)
-
-    def keep(self) -> None:
-        for unit in self.units:
-            self._start(unit)
-            self._passages[unit].is_kept = True
-            # Not all parts are in memory at once.
-            self._arrive(unit)
 
 
 def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
@@ -225,18 +214,3 @@ class LookedUp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
         return torch.ops.aten.embedding_dense_backward(grad, tokens, *ctx.given), None, None, None, None
-
-
-@contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
-    """A context in which all of a module's weights are in memory, to be read or edited in place.
-
-    Edits reach the masters when it ends. Use it, on every rank alike, if weights lie on a disk; elsewhere it has no
-    effect.
-    """
-    host = _HOSTS.get(module)
-    if host is None:
-        yield
-        return
-    with host.whole(module):
-        yield

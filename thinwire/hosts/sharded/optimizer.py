@@ -133,6 +133,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         is_cut = any(bucket.layout.levels.weights_over > 1 for bucket in self.buckets)
         self.weights_pass = residence is not None and residence.replicas is not None
         self._weights = self._made_weights(residence, is_cut=is_cut)
+        self.weights_stay_cut = not self._weights.keeps
         comes_and_goes = is_cut or self.weights_pass
         if residence is not None:
             self.tiers = residence.meter
@@ -160,7 +161,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         if residence is not None and residence.replicas is not None:
             return residence.weights(self.units, self._seeds, self.model)
         if is_cut:
-            return PassingWeights(self.units, self._seeds, self.model, overlap=self.overlap)
+            keeps = residence is None or residence.options.memory is None
+            return PassingWeights(self.units, self._seeds, self.model, overlap=self.overlap, keeps=keeps)
         return Weights(self.units, self._seeds)
 
     def _join_residence(self, residence: Residence, across: ParamGroups) -> None:
@@ -274,6 +276,9 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
 
     def synchronize(self) -> None:
         """Bring the whole updated weights to this rank, where they stay until the next backward.
+
+        Under a memory budget, and on disks, weights that are cut over ranks stay cut: it waits until they are up to
+        date. A forward of one rank is then one of all; see `whole` to read them.
 
         With overlap=True, call it before you read weights other than through the model.
         """

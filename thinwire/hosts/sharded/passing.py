@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
+from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.guard import Hook
 from thinwire.hosts.sharded.seeds import Seeds
-from thinwire.hosts.sharded.weights import Weights, moved, versions_of
+from thinwire.hosts.sharded.weights import Weights, brings, moved, units_by_module, versions_of
+from thinwire.state.replicas import fingerprint
 
 # Units whose updated weights are under way while an earlier one computes: more would delay the gathers behind them.
 AHEAD = 2
@@ -40,10 +41,17 @@ class PassingWeights(Weights):
     """Weights that are cut over s1 ranks. A unit's weights are gathered on first use.
 
     They are freed after the unit's forward, and after its backward, when its gradients are sent.
+
+    keeps: `keep` makes all of them whole, which takes the memory of the whole model. Otherwise they stay cut, and a
+    forward is a collective at any time.
     """
 
-    def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, *, overlap: bool) -> None:
+    def __init__(
+        self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, *, overlap: bool, keeps: bool = True
+    ) -> None:
         super().__init__(units, seeds, AHEAD if overlap else None)
+        self.keeps, self._units_of = keeps, units_by_module(model, units)
+        brings(self, model)
         self._passages = {unit: Passage(bool(unit.buckets[0].live.untyped_storage().nbytes())) for unit in units}
         for unit in units:
             self._note(unit)
@@ -122,6 +130,9 @@ class PassingWeights(Weights):
         """Note that the unit's weights are whole."""
 
     def keep(self) -> None:
+        if not self.keeps:
+            self.wait_all()
+            return
         for unit in self.units:
             self._start(unit)
             self._passages[unit].is_kept = True
@@ -139,6 +150,29 @@ class PassingWeights(Weights):
         self.wait_all()
         for unit in self.units:
             self._free(unit)
+
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
+        """See `whole`."""
+        self.settle()
+        units = list(dict.fromkeys(unit for child in module.modules() for unit in self._units_of.get(child, [])))
+        stay = {unit for unit in units if self._passages[unit].is_kept}
+        seen = dict[Slot, int]()
+        for unit in units:
+            self._start(unit)
+            self._arrive(unit)
+            self._passages[unit].is_kept = True
+            seen |= {slot: _print_of(slot) for slot in unit.slots}
+        try:
+            yield
+        finally:
+            edited = [slot for slot in seen if _print_of(slot) != seen[slot]]
+            for bucket in dict.fromkeys(slot.bucket for slot in edited):
+                self._adopt(bucket, [slot for slot in edited if slot.bucket is bucket])
+            for unit in units:
+                self._note(unit)
+                if unit not in stay:
+                    self._free(unit)
 
     def send(self, updated: Iterable[LiveUnit]) -> None:
         self.free()
@@ -170,11 +204,20 @@ class PassingWeights(Weights):
         for bucket, versions in self._passages[unit].versions.items():
             edited = [s for s, seen in zip(bucket.slots, versions, strict=True) if s.param._version != seen]
             if edited:
-                self.tell_of_edits(bucket, [slot.name for slot in edited])
-            with self.held(bucket) if edited else nullcontext():
-                for slot in edited:
-                    bucket.adopt(slot, slot.span.of(bucket.live))
+                self._adopt(bucket, edited)
         self._note(unit)
+
+    def _adopt(self, bucket: FlatBucket, edited: Sequence[Slot]) -> None:
+        """Take edited weights as the masters."""
+        self.tell_of_edits(bucket, [slot.name for slot in edited])
+        with self.held(bucket):
+            for slot in edited:
+                bucket.adopt(slot, slot.span.of(bucket.live))
+
+
+def _print_of(slot: Slot) -> int:
+    """A fingerprint of a parameter's whole weights."""
+    return fingerprint(slot.span.of(slot.bucket.live).view(-1))
 
 
 def set_whole(bucket: FlatBucket, is_whole: bool) -> None:

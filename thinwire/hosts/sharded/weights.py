@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -18,14 +20,20 @@ from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.state.replicas import fingerprint
 
 log = logging.getLogger("thinwire")
+_HOSTS: WeakKeyDictionary[nn.Module, weakref.ref[Weights]] = WeakKeyDictionary()
 
 
 class Weights:
     """Weights that are whole on every rank. They are sent once a step, and awaited on first use.
 
+    Attributes:
+        keeps: `keep` makes all of them whole on this rank.
+
     at_once: number of units to send when a step ends; None: all. Each of the others is sent when an earlier one is
     used.
     """
+
+    keeps = True
 
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, at_once: int | None = None) -> None:
         self.units, self.seeds, self.at_once = units, seeds, at_once
@@ -149,6 +157,39 @@ class Weights:
     def is_done_with(self, unit: LiveUnit) -> None:
         """Note that the unit's backward has ended."""
         self.wait(unit)
+
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
+        """See `whole`."""
+        yield
+
+
+def units_by_module(model: nn.Module, units: Iterable[LiveUnit]) -> dict[nn.Module, list[LiveUnit]]:
+    """For each module, the units that have a parameter of its own."""
+    unit_of = {id(slot.param): unit for unit in units for slot in unit.slots}
+    found = dict[nn.Module, list[LiveUnit]]()
+    for module in model.modules():
+        own = (unit_of.get(id(param)) for param in module._parameters.values())
+        found[module] = list(dict.fromkeys(unit for unit in own if unit is not None))
+    return found
+
+
+def brings(weights: Weights, model: nn.Module) -> None:
+    """Let `whole` ask these weights for those of the model's modules."""
+    # What brings weights holds modules, so that a stronger reference would keep both for ever.
+    _HOSTS.update(dict.fromkeys(model.modules(), weakref.ref(weights)))
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """A context in which all of a module's weights are in memory, to be read or edited in place.
+
+    Edits reach the masters when it ends. Use it, on every rank alike, if weights lie on a disk or are cut over ranks;
+    elsewhere it has no effect.
+    """
+    host = _HOSTS[module]() if module in _HOSTS else None
+    with nullcontext() if host is None else host.whole(module):
+        yield
 
 
 def versions_of(bucket: FlatBucket) -> list[int]:

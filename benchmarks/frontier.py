@@ -22,6 +22,7 @@ It writes what docs/methods.md shows between two marks, its plots, and thinwire/
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import resource
@@ -158,8 +159,9 @@ def train_by_processes(config: TrainConfig) -> tuple[list[float], list[int], flo
     The time includes copies to and from sockets.
     """
     few = max(1, min(FEW_STEPS, config.steps // 2))
-    _, start_s = by_command(replace(config, steps=few))
-    run, all_s = by_command(config)
+    base = MODELS[config.model]
+    start_s = starting_s(to_toml(replace(config, steps=few, lr=base.lr, seed=base.seed)))
+    run, all_s = by_command(to_toml(config))
     sent: list[int] = []
     for row in run.steps:
         sent.append(int(row["sent_bytes"]) + (sent[-1] if sent else 0))
@@ -171,16 +173,22 @@ def train_by_processes(config: TrainConfig) -> tuple[list[float], list[int], flo
     return losses, sent, math.nan if heldout is None else heldout, compute_s
 
 
-def by_command(config: TrainConfig) -> tuple[RunFiles, float]:
-    """What `thinwire train` writes, and the processor time of all its processes, in seconds."""
+@functools.cache
+def starting_s(config: str) -> float:
+    """Processor time of all processes of a short run. Of one rate and seed: starting takes as much with any other."""
+    return by_command(config)[1]
+
+
+def by_command(config: str) -> tuple[RunFiles, float]:
+    """What `thinwire train` writes for a configuration in TOML, and the processor seconds of all its processes."""
     with tempfile.TemporaryDirectory() as folder:
         path, run_dir = Path(folder) / "config.toml", Path(folder) / "run"
-        path.write_text(to_toml(replace(config, run_dir=str(run_dir))))
+        path.write_text(config)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "thinwire", "train", str(path)]
+        command = [sys.executable, "-m", "thinwire", "train", str(path), "--run-dir", str(run_dir)]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            raise SystemExit(f"{config.strategy}: thinwire train ended with {done.returncode}:\n{done.stderr[-2000:]}")
+            raise SystemExit(f"thinwire train ended with {done.returncode}:\n{done.stderr[-2000:]}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return read_run(run_dir), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

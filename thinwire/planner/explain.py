@@ -187,7 +187,9 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     plans: dict[str, MethodPlan] = {}
     held: dict[str, dict[int, float]] = {}
     notes: list[Row] = [] if laid is None else [*laid.notes]
-    for name in (name for name in names if name in made and laid is not None):
+    for name in names:
+        if laid is None or name not in made:
+            continue
         with problems.collect():
             if why := why_left_out(made[name], laid):
                 notes.append((f"strategy {name}", "left out", why))

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
+from thinwire.limits import STATM, data_bytes, limit_bytes
 
 # Where Linux keeps control groups, and in which of them this process is.
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Of this process.
-STATM = Path("/proc/self/statm")
 
 
 def memory_limits() -> list[tuple[float, float]]:
@@ -47,17 +46,6 @@ def memory_limits() -> list[tuple[float, float]]:
                     stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
                     found.append((limit, limit - used + float(stat.get(files, 0))))
     return found
-
-
-def data_bytes() -> int:
-    """Bytes that count against this process's data limit, RLIMIT_DATA: private memory, used or not."""
-    return int(STATM.read_text().split()[5]) * resource.getpagesize()
-
-
-def limit_bytes() -> int | None:
-    """The limit on this process's data (ulimit -d), in bytes; None: there is none."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 class Device:

@@ -27,11 +27,11 @@ from thinwire.convert.saved import SavedRun, WhenAsked, load_run, open_run
 from thinwire.convert.streamed import StreamedModel
 from thinwire.convert.verify import Fidelity, UnfaithfulError, compare
 from thinwire.data import ByteTokenizer
-from thinwire.device import data_bytes
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.offload.hollow import hollow, is_hollow
 from thinwire.launch.prepare import model_rows, prepare
 from thinwire.launch.start import Start
+from thinwire.limits import data_bytes
 from thinwire.models import HFCausalLM, build_model
 from thinwire.models.kept import MASKS
 from thinwire.run.config import TrainConfig

@@ -84,7 +84,7 @@ def test_what_can_not_be_is_refused(tmp_path: Path, words: list[str], told: str)
 def test_what_a_run_finds_of_its_own_on_the_disk_needs_no_space_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed run that goes on, and one that takes the place of another; not one that leaves the files where they are."""
+    """A killed run that goes on, one that takes the place of another, and not one that leaves the files there."""
     skeleton, run_dir = build_skeleton("tiny", 256, 256), RunDir(tmp_path)
     durable, plain = {"durable": True, "sub_group": 1024}, {"optimizer": "disk", "sub_group": 1024}
 

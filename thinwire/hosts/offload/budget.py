@@ -6,8 +6,8 @@ import os
 from dataclasses import replace
 
 from thinwire.calibration.process import process_memory
-from thinwire.device import data_bytes, limit_bytes
 from thinwire.errors import ConfigError
+from thinwire.limits import data_bytes, limit_bytes
 from thinwire.methods.memory import LENT_RATE, Floor, Residency, Setup, settled
 from thinwire.table import Row
 from thinwire.tiers.mount import disk_folder

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Callable
 from contextlib import suppress
 
-from thinwire.device import data_bytes
+from thinwire.limits import data_bytes
 
 # glibc's mallopt: blocks of so many bytes get pages of their own, which go back when they are freed.
 M_MMAP_THRESHOLD, OWN_PAGES_BYTES = -3, 1 << 20

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from thinwire.hosts.pipeline.stage import PipelineStage, Prediction
 from thinwire.hosts.sequence import SequenceRanks
 from thinwire.hosts.sequence.seams import attention_of
 from thinwire.methods.experts import way_text
-from thinwire.methods.experts.traffic import Rows, sent
+from thinwire.methods.experts.traffic import sent
 from thinwire.methods.sequence.traffic import most_sent
 from thinwire.models.capacity import RowLoad
 from thinwire.models.hf import HFCausalLM
@@ -49,7 +50,7 @@ from thinwire.training.planned import Planned
 from thinwire.training.proof import Proof, circumstances
 from thinwire.training.recovery import Reunion, StepStart, Survivor, fallback
 from thinwire.training.reporter import Reporter
-from thinwire.training.ways import WaysInUse
+from thinwire.training.ways import WaysInUse, even_rows
 
 # Why the meter lacks what a tensor axis sends.
 NOT_COUNTED = "sums in every layer, by torch itself: not counted in the bytes of a step"
@@ -263,21 +264,17 @@ class Trainer:
         """A row about the rows that travel to experts and back in a step, beside gradients and weights."""
         sizes, placement, local = mixture_of(self.engine.model), experts.placement, experts.comm.topology.local_size
         assert sizes is not None
-        tokens = self.batch.micro_batch * self.config.seq_len // self.config.mesh_shape.sequence
-        dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
-        nodes, passes = placement.ranks // local, self.batch.accumulation
-        rows = Rows.even(placement, tokens, sizes.top_k, sizes.width, dtype, nodes, passes=passes)
         part_numel = sizes.experts * sizes.expert_numel // placement.ranks
-        of_layer = sent(placement, rows, experts.options, part_numel, local)
+        of_layer = sent(placement, even_rows(self.engine), experts.options, part_numel, local)
         own = sum(num_bytes for (rank, _), num_bytes in of_layer.items() if rank == experts.comm.rank)
-        of_step = own * sizes.layers * passes
+        of_step = own * sizes.layers * self.batch.accumulation
         why = f"in {sizes.layers} layers, with an even router; each step counts what it was"
         return "rows to experts and back, a step, besides", f"about {of_step / 1e6:.3f} MB a rank", why
 
     def _sequence_row(self, sequence: SequenceRanks) -> Row:
         """A row about what the ranks of a sequence send each other in a step."""
         tokens, itemsize = self.batch.micro_batch * self.config.seq_len, 2 if self.dtype == "bf16" else 4
-        shape = attention_of(self.engine.model, tokens, itemsize)
+        shape = replace(attention_of(self.engine.model, tokens, itemsize), forwards=self.engine.forwards)
         most = self.batch.accumulation * most_sent(sequence.layout, shape, sequence.options, self.config.seq_len)
         sent, why = f"{most / 1e6:.3f} MB a rank", f"in {shape.layers} layers"
         if self.config.documents and sequence.layout.ring > 1:

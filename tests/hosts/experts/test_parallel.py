@@ -227,7 +227,16 @@ def layers(rank: int, world_size: int) -> Any:
         max(switched(rank), made_whole(rank), looking_ahead(rank), few_experts(rank)),
         [crossing(rank, route) for route in ("linear", "2dh")],
     )
-    return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights, errors, messages
+    return (
+        plain,
+        coded,
+        [rounded(rank, *each) for each in several],
+        overlapped(rank),
+        weights,
+        errors,
+        alike(rank),
+        messages,
+    )
 
 
 def crossing(rank: int, route: Any) -> dict[int, list[int]]:
@@ -311,6 +320,17 @@ def moved(rank: int, ranks: int, slices: int) -> Tensor:
     return found
 
 
+def alike(rank: int) -> Tensor:
+    """The gradient of experts that move, rounded at random, where all ranks have the same tokens."""
+    model = torch.nn.Module()
+    model.experts = filled(0)
+    ep = thinwire.expert_parallel(model, ExpertParallel(2, move="experts", gradients="int4/32"), local_size=2)
+    x, index, weights = inputs()[0]
+    model.experts(x.detach(), index, weights.detach()).square().sum().backward()
+    ep.close()
+    return torch.as_tensor(model.experts.up_proj.grad)
+
+
 def overlapped(rank: int) -> list[int]:
     """Chunks that experts have worked on, each once the next one was there, forward and backward."""
     model, done = torch.nn.Module(), list[int]()
@@ -344,7 +364,10 @@ def overlapped(rank: int) -> list[int]:
 def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula() -> None:
     every = run_workers(layers, 4, local_size=2)
     check_two_hops([of_rank[-1] for of_rank in every])
-    for plain, coded, (four, *others), worked, weights, error, _ in every:
+    # Replicas, here ranks 0 and 2, draw apart.
+    first, other = every[0][-2], every[2][-2]
+    assert not torch.equal(first, other) and float((first - other).norm() / first.norm()) < 0.3
+    for plain, coded, (four, *others), worked, weights, error, *_ in every:
         assert error < 1e-12
         for exact, bytes_fit in plain:
             assert exact < 1e-12 and bytes_fit

@@ -64,17 +64,17 @@ def test_close_ways_are_tried_again_and_one_chunk_always() -> None:
 
 
 def test_in_each_layer_ranks_wait_for_its_own_busiest_expert() -> None:
-    """Two layers with other hot experts: on average over both the router is nearly even, and no layer is."""
-    hot = [[[340 if expert == busy else 97 for expert in range(8)]] * 4 for busy in (0, 7)]
-    layers = [ROWS.uneven(counts) for counts in hot]
-    asked = replace(OPEN, move="tokens", route="linear")
-    (way,), (both_s,) = zip(*choose_way(asked, PLACE, layers, links=LINKS, **SIZES).items(), strict=True)
-    each_s = [choose_way(asked, PLACE, rows, links=LINKS, **SIZES)[way] for rows in layers]
-    middle = ROWS.uneven([[218 if expert in (0, 7) else 97 for expert in range(8)]] * 4)
-    assert (
-        both_s == pytest.approx(sum(each_s) / 2)
-        and both_s > 1.2 * choose_way(asked, PLACE, middle, links=LINKS, **SIZES)[way]
-    )
+    """Two layers with other hot experts, and an even one: on average the router is nearly even."""
+    layers = [[340 if expert == busy else 97 for expert in range(8)] for busy in (0, 7)] + [[128] * 8]
+    average = [sum(each) // 3 for each in zip(*layers, strict=True)]
+    one = ExpertParallel(4)
+
+    def seconds(*counts: list[int]) -> float:
+        rows = [ROWS.uneven([each] * 4) for each in counts]
+        return choose_way(one, PLACE, rows, links=LINKS, **SIZES)[one]
+
+    assert seconds(*layers) == pytest.approx(sum(map(seconds, layers)) / 3)
+    assert seconds(*layers) > 1.2 * seconds(average)
     # No more tokens enter a node than have rows there, and all that have.
     few = ROWS.uneven([[0] * 4 + [512, 512, 0, 0]] * 4)
     assert few.entering == [[0, 512]] * 4 and few.counts[0][4] == 512

@@ -40,7 +40,7 @@ def measured(rank: int, world_size: int) -> Links:
         kinds.add(made.dtype)
         return made
 
-    levels.swiglu = noted
+    levels.swiglu = noted  # type: ignore[assignment]
     found = levels.measure_links(comm, (2, 16, 8), dtype="bf16")
     comm.close()
     assert kinds == {torch.bfloat16}

@@ -46,7 +46,7 @@ class Row:
 
     optimizer: of MAKERS. begins: with fresh weights; others with those of the last exact row before that has the same
     optimizer and sizes. drift: the largest relative difference of a norm from those of one process; 0: exact, 1e-4.
-    has_logits: whether the loss is taken without them.
+    has_logits: whether the loss is taken without them. recomputes: layers keep their inputs alone.
     """
 
     mesh: dict[str, int]
@@ -58,6 +58,7 @@ class Row:
     drift: float = 0.0
     has_logits: bool = True
     config: MoEConfig = CONFIG
+    recomputes: bool = False
 
     @property
     def kind(self) -> tuple[str, MoEConfig]:
@@ -86,6 +87,16 @@ ROWS: dict[str, Row] = {
     "ring-moves": Row(
         {"data": 1, "expert": 2, "sequence": 2}, experts=spread(move="experts"), sequence=SequenceParallel(2, "ring")
     ),
+    # The last rank has no token that counts.
+    "heads-cut": Row(RING, sequence=SequenceParallel(4, "ulysses"), has_logits=False),
+    "heads-again": Row(
+        {"data": 1, "expert": 2, "sequence": 2}, experts=spread(chunks=2, chunks_back=1), recomputes=True
+    ),
+    "ring-again": Row(
+        {"data": 1, "expert": 2, "sequence": 2}, experts=spread(move="experts", once_a_step=True),
+        sequence=SequenceParallel(2, "ring"), recomputes=True,
+    ),
+    "once-again": Row(FOUR, experts=spread(2, route="once"), recomputes=True),
     "adamw": Row(FOUR, experts=spread(4), optimizer="adamw", begins=True),
     "adamw-pairs": Row(PAIRS, experts=spread(2), optimizer="adamw"),
     "sdp4bit": Row(PAIRS, thinwire.SDP4Bit(), spread(2), optimizer="adamw", drift=0.1),
@@ -93,6 +104,12 @@ ROWS: dict[str, Row] = {
     "sdp4bit-ring": Row(
         {"data": 1, "sequence": 2, "expert": 2}, thinwire.SDP4Bit(), spread(dispatch="int8"),
         SequenceParallel(2, "ring", activations="int8", gradients="int8"), "adamw", drift=0.1,
+    ),
+    "zero-bf16": Row(PAIRS, thinwire.ZeroBF16(), optimizer="adamw", drift=0.1),
+    "zero-compressed": Row(PAIRS, thinwire.ZeroCompressed("int8/64"), optimizer="adamw", drift=0.1),
+    "sdp4bit-weights": Row(
+        FOUR, thinwire.SDP4Bit(intra_gradients="fp32", inter_gradients="fp32", vector_gradients="fp32"),
+        optimizer="adamw", drift=0.1,
     ),
     "int8": Row(FOUR, experts=spread(dispatch="int8", gradients="int8"), optimizer="adamw", drift=0.1),
     "dion": Row(PAIRS, optimizer="dion", begins=True),
@@ -180,7 +197,8 @@ def train(rank: int, world_size: int, name: str, folder: Path) -> Told:
     share, num_shares = 0, 1
     for at, (axis, size) in zip(mesh.get_coordinate() or (), row.mesh.items(), strict=True):
         share, num_shares = (share, num_shares) if axis == "sequence" else (share * size + at, num_shares * size)
-    methods = [row.strategy, *(each for each in (row.experts, row.sequence) if each is not None)]
+    again = thinwire.Residency(activations="recompute", optimizer="memory") if row.recomputes else None
+    methods = [row.strategy, *(each for each in (row.experts, row.sequence, again) if each is not None)]
     stage = thinwire.parallelize(
         model, MAKERS[row.optimizer](model.parameters()), mesh, methods, local_size=2, announce=False
     )

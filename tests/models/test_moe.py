@@ -258,6 +258,24 @@ def test_an_even_router_has_balance_loss_one_and_a_router_of_one_expert_the_numb
     assert gshard_loss(alone).item() == 4
 
 
+def test_the_load_is_the_chance_to_be_chosen_and_the_full_expert_gets_less() -> None:
+    router = Router(replace(SMALL, router="noisy", router_noise=4.0, balance="importance-load")).eval()
+    nn.init.zeros_(router.weight)
+    # Scores 2, 1, 0 and -1 for every token; noise has a deviation of 1, and the second score is the least one chosen.
+    router.weight.data[:, 0] = torch.tensor([2.0, 1, 0, -1])
+    sums = router(torch.eye(16)[:1].expand(3, 16)).sums
+    normal = torch.distributions.Normal(0.0, 1.0)
+    torch.testing.assert_close(sums[2], 3 * normal.cdf(torch.tensor([1.0, 0, -1, -2])))
+    # Squared coefficients of variation 1/2 and 3/2.
+    by_hand = sums_of([0], torch.zeros(1, 4))
+    by_hand[0], by_hand[2] = torch.tensor([4.0, 2, 2, 0]), torch.tensor([3.0, 1, 0, 0])
+    assert importance_load_loss(by_hand).item() == 1
+    importance_load_loss(sums).backward()
+    assert router.weight.grad is not None
+    up = router.weight.grad[:, 0]
+    assert up[0] > 0 > up[3] and up[0] == up.max() and not router.weight.grad[:, 1:].any()
+
+
 def test_a_router_is_fp32_under_autocast() -> None:
     router = Router(SMALL)
     nn.init.normal_(router.weight)

@@ -20,6 +20,7 @@ SMALL = (
     "--sample-tokens", "8", "--timeout", "60", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
 OPEN = "--experts.move auto --experts.route auto --experts.chunks auto"
+AGAIN = "--activations recompute"
 TIGHT = "--moe.capacity-factor 0.75 --moe.batch-priority True"
 LOSSY = (
     "--strategy sdp4bit --experts.parallel 2 --experts.dispatch int8 --experts.combine int8/64:nearest "
@@ -33,10 +34,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     stop = f"--stop-at {SAVED}"
     rows: list[tuple[str, int, str, str]] = [
         ("alone", 1, "--strategy zero", ""),
-        ("four", 4, f"--strategy zero --mesh data=2,expert=2 --experts.slices 2 {stop}", ""),
+        ("four", 4, f"--strategy zero --mesh data=2,expert=2 --experts.slices 2 {stop} {AGAIN}", ""),
         ("whole", 2, f"--strategy zero --mesh data=1,expert=2 --experts.slices 1 {OPEN}", "four"),
         ("one", 1, "--strategy zero --mesh data=1", "four"),
-        ("found", 4, "--strategy zero --sequence.parallel 2 --experts.parallel auto --stop-at 1", ""),
+        ("found", 4, f"--strategy zero --sequence.parallel 2 --experts.parallel auto --stop-at 1 {AGAIN}", ""),
         ("tight", 2, f"--strategy zero --experts.parallel 2 --experts.chunks 3 {TIGHT} {stop}", ""),
         ("lossy", 2, LOSSY, ""),
         ("lossy-part", 2, f"{LOSSY} {stop}", ""),
@@ -58,11 +59,13 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
         assert run["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-5)
         assert "resume proven" in run["printed"] and "within 1e-05" in run["printed"]
     # What the start says that a step sends is about what it sends.
-    for name in ("four", "lossy"):
+    # Few experts take as many rows as a capacity lets them.
+    for name, most in (("four", 0.1), ("lossy", 0.1), ("tight", 0.15)):
         printed, steps = runs[name]["printed"], runs[name]["steps"].values()
         told = re.findall(r"(?:sent per rank and step|a step, besides): (?:about )?([\d.]+) MB", printed)
         sent = sorted(line["sent_bytes"] / 1e6 for line in steps)[len(steps) // 2]
-        assert len(told) == 2 and sum(map(float, told)) == pytest.approx(sent, rel=0.1), name
+        assert len(told) == 2 and sum(map(float, told)) == pytest.approx(sent, rel=most), name
+    assert "2 layers keep their inputs" in runs["four"]["printed"]
     assert "2 ranks a sequence" in runs["found"]["printed"]
     found = r"--experts.parallel auto: (1|2) \(seconds of a step's links and experts: "
     assert re.search(found, runs["found"]["printed"])
@@ -74,6 +77,8 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
     seconds = [line["experts_s"] for line in runs["whole"]["steps"].values()]
     assert all(value > 0 for value in seconds) and not runs["alone"]["steps"][1]["experts_s"]
     assert runs["whole"]["steps"][STEPS]["predicted_experts_s"] > 0
+    # A way needs the rows, whether or not they are balanced.
+    assert runs["whole"]["steps"][STEPS]["needed_capacity"] > 1
     assert runs["found"]["losses"] == pytest.approx(alone["losses"][:1], rel=1e-5)
     assert "in slices of 1/2" in runs["four"]["printed"] and "4 of 8 experts a rank (no" in runs["whole"]["printed"]
     # What `zero` would send for the whole model, whatever is sent.

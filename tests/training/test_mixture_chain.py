@@ -19,7 +19,8 @@ SMALL = (
 )  # fmt: skip
 MIXTURE = (
     "--model", "moe-tiny", "--moe.num-hidden-layers", "1", "--local-size", "2", "--timeout", "10", "--steps", "8",
-    "--checkpoint-every", "2", "--sequence.parallel", "2", "--experts.parallel", "auto", "--experts.dispatch", "int8",
+    "--checkpoint-every", "2", "--sequence.parallel", "2", "--experts.parallel", "2", "--experts.route", "auto",
+    "--experts.dispatch", "int8",
 )  # fmt: skip
 
 
@@ -29,7 +30,9 @@ def test_a_mixture_survives_a_kill_and_all_that_comes_after(tmp_path: Path, monk
     with pytest.raises(WorkerFailed, match="exit codes"):
         train_ranks(tmp_path, "killed", 4, [*SMALL, *MIXTURE, "--inject", "kill rank=2 step=5"])
     told = (tmp_path / "killed.log").read_text()
-    assert "--experts.parallel auto: " in told and "--sequence.method auto: " in told
+    assert "--experts.route auto: tokens, " in told and "--sequence.method auto: " in told
+    # Rows do travel, and are rounded.
+    assert "4 of 8 experts a rank" in told and "experts dispatch int8: int8/64" in told
     assert "rank 2 is missing" in told
     # The last one may not have been whole yet.
     assert step_of(latest(tmp_path / "killed/checkpoints")) in (2, 4)

@@ -70,6 +70,7 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--slices", "9", "--micro-batch", "4"], "a micro-batch has 4 sequences; nearest: --slices 4"),
         (["--slices", "2", "--documents", "true"], "--slices with --documents"),
         (["--slices", "2", "--model", "moe-tiny", "--moe.router", "noisy"], "slices beside router 'noisy'"),
+        (["--memory", "2gb", "--workers", "2", "--sequence.parallel", "2"], "or --activations recompute and nothing"),
         (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not supported"),
     ],
 )  # fmt: skip

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.training.alone import small_config
 from tests.workers import run_workers
 from thinwire.device import Device
 from thinwire.methods.experts import MEASURE, dictionary, way_text
+from thinwire.models.capacity import RowLoad
 from thinwire.planner.chosen import choose_experts
 from thinwire.run.config import with_derived
 from thinwire.run.place import ProcessPlace
@@ -41,6 +43,12 @@ def train(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> t
             trainer.ways.dictionary.note = lambda *_: MEASURE if rank == 0 else 0  # type: ignore[method-assign]
         experts = trainer.engine.stage.experts
         assert experts is not None
+        if trainer.ways is not None and not trainer.step:
+            counts = torch.tensor([2.0, 7, 5])[None, :, None].expand(4, 3, 8) * trainer.engine.batch.accumulation
+            # Each layer's own, from the least to the most uneven one.
+            assert [each.counts for each in trainer.ways._rows(RowLoad(counts=counts))] == [
+                [[num] * 8] * 4 for num in (2, 5, 7)
+            ]
         ways.append(way_text(experts.options))
         trainer._take_step()
         losses.append(trainer.optimizer.mean_loss)

@@ -60,11 +60,13 @@ class TransformersExperts:
 
     def _wire(self, comm: Communicator, experts: Any, width: int) -> ExpertWire:
         options, ranks = self.options.fitted(width), comm.world_size
+        first, *others = comm.global_ranks
         grid = comm.topology
         has_hops = options.route == "2dh" and min(grid.num_nodes, grid.local_size) > 1
         return ExpertWire(
             comm, ExpertPlacement(experts.num_experts * ranks, ranks), range(ranks), options.codec("dispatch"),
-            options.codec("combine"), options.codec("gradients"), seed=self._seed, num_chunks=options.num_chunks,
+            options.codec("combine"), options.codec("gradients"), first=first,
+            step=others[0] - first if others else 1, seed=self._seed, num_chunks=options.num_chunks,
             num_back=options.num_back,
             hops=[Rooms() for _ in range(max(options.num_chunks, options.num_back))] if has_hops else (),
         )  # fmt: skip

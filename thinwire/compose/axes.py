@@ -63,7 +63,7 @@ class AxisMethods:
         if len(residencies) > 1:
             raise ConfigError("a process has one residency: give one thinwire.Residency")
         if residencies:
-            resident_method(method, names_of(mesh))
+            resident_method(method, names_of(mesh), residencies[0])
             check_outer(residencies[0], method)
         sizes, alike = sizes_of(mesh), [one for one in methods if not isinstance(one, Connected | Residency)]
         return cls(

@@ -28,7 +28,7 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     if residency is None:
         return
     axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
-    resident_method(run.strategy, axes)
+    resident_method(run.strategy, axes, residency)
     problems.note(check_outer, residency, run.strategy)
     optimizer = name_of(run.config.optimizer or "")
     if optimizer in (*NAMED, *JOINT) and residency.optimizer != "memory":

@@ -97,7 +97,7 @@ class MoELlama(Llama):
         draws: of a noisy router in training: a seed, and the numbers of the next forward's sequences, int64 [batch].
             What a token draws follows from them and its position, on any ranks. None: torch's generator draws a seed.
         row_counts: rows that routers have requested in training, on all ranks of `gather`; counted if there is a
-            balance loss or a capacity.
+            balance loss or a capacity, or if `counts_rows` says so.
 
     Source: Jiang et al., "Mixtral of experts" (2024).
     """
@@ -114,7 +114,7 @@ class MoELlama(Llama):
         self.gather: Callable[[Tensor], Tensor] | None = None
         self.text_weight = 1.0
         self.draws: tuple[int, Tensor] | None = None
-        self.row_counts = RowCounts(config.num_experts_per_tok)
+        self.row_counts, self.counts_rows = RowCounts(config.num_experts_per_tok), False
 
     def make_mlp(self) -> nn.Module:
         return MoE(self.config)
@@ -141,7 +141,7 @@ class MoELlama(Llama):
         if not self.training or not torch.is_grad_enabled():
             return loss
         if not self.config.router_aux_loss_coef:
-            if self.capacity_factor:
+            if self.capacity_factor or self.counts_rows:
                 self._told(self._sums().detach())
             return loss
         return with_gradient_of(loss, self.config.router_aux_loss_coef / self.text_weight * self.balance_loss())

@@ -159,7 +159,7 @@ def choose_experts(run: Run, device: Device, dtype: str | None) -> tuple[Run, li
         asked = ExplainConfig(
             nodes=topology.num_nodes, local_size=topology.local_size, model=config.model, seq_len=config.seq_len,
             micro_batches=batch.accumulation, micro_batch=batch.micro_batch,
-            dtype=dtype, tables=config.tables,
+            dtype="bf16" if dtype == "bf16" else "fp32", tables=config.tables,
         )  # fmt: skip
         shape = None if config.finds_expert_ranks else config.mesh_shape
         try:

@@ -93,6 +93,8 @@ class Engine:
         fields = config.tables.get(model_table(config.model) or "")
         made = built(run, corpus.tokenizer.vocab_size, fields, device)
         self.model, self.why_whole = device.place(made.model), made.why_whole
+        # Layers that are computed again send what a forward sends once more.
+        self.forwards = 2 if made.residency is not None and made.residency.recomputes else 1
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
         self.frozen, self.buffers = untrained(self.model)
         head: nn.Module | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from thinwire.hosts.experts.parallel import ExpertRanks
 from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.sequence import SequenceRanks
 from thinwire.hosts.sequence.seams import attention_of
-from thinwire.methods.experts.traffic import Rows, sent
+from thinwire.methods.experts.traffic import sent
 from thinwire.methods.sequence.traffic import most_sent
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.seam import mixture_of
@@ -19,6 +20,7 @@ from thinwire.models.tensor import activation_bytes
 from thinwire.table import Row
 from thinwire.training.advice import advise
 from thinwire.training.engine import Engine
+from thinwire.training.ways import even_rows
 
 # Why the meter lacks what a tensor axis sends.
 NOT_COUNTED = "sums in every layer, by torch itself: not counted in the bytes of a step"
@@ -84,14 +86,10 @@ def expert_row(engine: Engine, experts: ExpertRanks) -> Row:
     """A row about the rows that travel to experts and back in a step, beside gradients and weights."""
     sizes, placement, local = mixture_of(engine.model), experts.placement, experts.comm.topology.local_size
     assert sizes is not None
-    tokens = engine.batch.micro_batch * engine.config.seq_len // engine.config.mesh_shape.sequence
-    dtype = torch.bfloat16 if engine.dtype == "bf16" else torch.float32
-    nodes, passes = placement.ranks // local, engine.batch.accumulation
-    rows = Rows.even(placement, tokens, sizes.top_k, sizes.width, dtype, nodes, passes=passes)
     part_numel = sizes.experts * sizes.expert_numel // placement.ranks
-    of_layer = sent(placement, rows, experts.options, part_numel, local)
+    of_layer = sent(placement, even_rows(engine), experts.options, part_numel, local)
     own = sum(num_bytes for (rank, _), num_bytes in of_layer.items() if rank == experts.comm.rank)
-    of_step = own * sizes.layers * passes
+    of_step = own * sizes.layers * engine.batch.accumulation
     why = f"in {sizes.layers} layers, with an even router; each step counts what it was"
     return "rows to experts and back, a step, besides", f"about {of_step / 1e6:.3f} MB a rank", why
 
@@ -100,7 +98,7 @@ def sequence_row(engine: Engine, sequence: SequenceRanks) -> Row:
     """A row about what the ranks of a sequence send each other in a step."""
     config, batch = engine.config, engine.batch
     tokens, itemsize = batch.micro_batch * config.seq_len, 2 if engine.dtype == "bf16" else 4
-    shape = attention_of(engine.model, tokens, itemsize)
+    shape = replace(attention_of(engine.model, tokens, itemsize), forwards=engine.forwards)
     most = batch.accumulation * most_sent(sequence.layout, shape, sequence.options, config.seq_len)
     effect, why = f"{most / 1e6:.3f} MB a rank", f"in {shape.layers} layers"
     if config.documents and sequence.layout.ring > 1:

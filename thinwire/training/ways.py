@@ -13,6 +13,7 @@ from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.methods.experts import MEASURE, Load, Rows, WayDictionary, idle_s, room_bytes, way_text
 from thinwire.methods.experts.options import AUTO
 from thinwire.models.capacity import RowLoad, check_capacity
+from thinwire.models.moe import MoELlama
 from thinwire.models.seam import mixture_of
 from thinwire.options import EXPERTS
 from thinwire.report.metrics import TRIED, WayEvent
@@ -22,6 +23,8 @@ from thinwire.training.engine import Engine
 # Experts whose product is timed again.
 TIMED_EXPERTS = 2
 FASTEST, DRIFTED = "the fastest measured", "links measured again: steps have drifted"
+# Layers whose rows are simulated, from the least to the most uneven one, in place of all.
+MOST_LAYERS = 4
 OPEN = ("move", "route", "chunks", "chunks_back", "once_a_step")
 
 
@@ -33,6 +36,9 @@ class WaysInUse:
         assert run.links is not None and experts is not None and sizes is not None
         self.engine, self.experts, self.sizes = engine, experts, sizes
         experts.watch.wait = engine.device.synchronize
+        if isinstance(engine.model, MoELlama):
+            # Whatever else needs them, the way does.
+            engine.model.counts_rows = True
         stated = run.config.tables.get(EXPERTS, {})
         names = [name for name in OPEN if stated.get(name) == AUTO]
         way = replace(experts.options, release="auto") if stated.get("release") == AUTO else experts.options
@@ -94,7 +100,7 @@ class WaysInUse:
         """
         experts, optimizer, ways = self.experts, self.engine.optimizer, self.dictionary
         assert isinstance(optimizer, ShardedOptimizer)
-        asked = self._rows(RowLoad()), ways.part_numel, ways.local_size, ways.links
+        asked = even_rows(self.engine), ways.part_numel, ways.local_size, ways.links
         free_s = idle_s(experts.options, experts.placement, *asked) + experts.watch.gap_s
         experts.hold(optimizer, room_bytes(free_s, ways.links))
 
@@ -109,18 +115,35 @@ class WaysInUse:
         )  # fmt: skip
         self.dictionary.renew(links, time.perf_counter() - start)
 
-    def _rows(self, load: RowLoad) -> Rows:
-        """The rows of a layer and micro-batch, on average; of an even router, if they were not counted."""
-        placement, sizes, batch = self.experts.placement, self.sizes, self.engine.batch
-        grid = self.experts.comm.topology
-        num_tokens = batch.micro_batch * -(-self.engine.config.seq_len // self.engine.config.mesh_shape.sequence)
-        now = mixture_of(self.engine.model)
-        limit = check_capacity(now.capacity_factor if now else 0.0, num_tokens, sizes.experts, sizes.top_k)
-        dtype = torch.bfloat16 if self.engine.dtype == "bf16" else torch.float32
-        nodes = placement.ranks // grid.local_size
-        rows = Rows.even(placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit, batch.accumulation)
+    def _rows(self, load: RowLoad) -> list[Rows]:
+        """The rows of layers in a micro-batch, on average; of an even router, if they were not counted."""
+        even = even_rows(self.engine)
         if load.counts is None:
-            return rows
-        found = load.counts[self.experts.members].mean(1) / batch.accumulation
-        counts = found.clamp(max=limit or num_tokens).round().long().tolist()
-        return replace(rows, counts=counts)
+            return [even]
+        num_tokens, limit = tokens_and_limit(self.engine)
+        layers = (load.counts[self.experts.members] / self.engine.batch.accumulation).transpose(0, 1)
+        order = layers.sum(1).amax(-1).argsort().tolist()
+        num = min(MOST_LAYERS, len(order))
+        picked = [order[(2 * number + 1) * len(order) // (2 * num)] for number in range(num)]
+        return [even.uneven(layers[layer].clamp(max=limit or num_tokens).round().long().tolist()) for layer in picked]
+
+
+def even_rows(engine: Engine) -> Rows:
+    """The rows of a layer and micro-batch of a run with experts over ranks, if its router is even."""
+    experts, sizes, batch = engine.stage.experts, mixture_of(engine.model), engine.batch
+    assert experts is not None and sizes is not None
+    num_tokens, limit = tokens_and_limit(engine)
+    dtype = torch.bfloat16 if engine.dtype == "bf16" else torch.float32
+    nodes = experts.placement.ranks // experts.comm.topology.local_size
+    rows = Rows.even(
+        experts.placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit, batch.accumulation
+    )  # fmt: skip
+    return replace(rows, forwards=engine.forwards)
+
+
+def tokens_and_limit(engine: Engine) -> tuple[int, int]:
+    """Tokens of a rank in a micro-batch, and most rows of them for an expert in the next forward; 0: no limit."""
+    sizes = mixture_of(engine.model)
+    assert sizes is not None
+    num_tokens = engine.batch.micro_batch * -(-engine.config.seq_len // engine.config.mesh_shape.sequence)
+    return num_tokens, check_capacity(sizes.capacity_factor, num_tokens, sizes.experts, sizes.top_k)

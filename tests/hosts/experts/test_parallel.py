@@ -129,27 +129,33 @@ def switched(rank: int) -> float:
     truth, given = filled(0), inputs()
     expected = [truth(*each) for each in given]
     torch.stack([y.square().sum() for y in expected]).mean().backward()
-    model, error = torch.nn.Module(), 0.0
-    model.experts = filled(0)
-    first = ExpertParallel(4, slices=2)
-    ep = thinwire.expert_parallel(model, first, local_size=2)
-    changes: list[dict[str, Any]] = [
-        {"route": "once"}, {"move": "slices"}, {"chunks": 4}, {"move": "experts"}, {"route": "2dh", "chunks": 2}, {},
-        {"route": "once"},
-    ]  # fmt: skip
-    for change in changes:
-        ep.take(replace(first, **change))
-        x, index, weights = given[rank]
-        x = x.detach().clone().requires_grad_()
-        assert ep.watch.take() == 0.0
-        y = model.experts(x, index, weights.detach())
-        y.square().sum().backward()
-        assert ep.watch.take() > 0.0
-        pairs = [(y.detach(), expected[rank].detach()), (x.grad, given[rank][0].grad * 4)]
-        error = max([error, *(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b))])
-    assert ep.wire is ep._wires["tokens", "once", 1, 1][0]
-    ep.close()
-    return error
+    grads, errors = {f"experts.{name}": torch.as_tensor(p.grad) for name, p in truth.named_parameters()}, list[float]()
+    changes: dict[int, list[dict[str, Any]]] = {
+        2: [
+            {"route": "once"}, {"move": "slices"}, {"chunks": 4}, {"move": "experts"}, {"route": "2dh", "chunks": 2},
+            {}, {"route": "once"},
+        ],
+        4: [{"move": "slices=2"}, {}, {"move": "experts"}, {"move": "slices"}],
+    }  # fmt: skip
+    for slices, ways in changes.items():
+        model, first = torch.nn.Module(), ExpertParallel(4, slices=slices)
+        model.experts = filled(0)
+        ep = thinwire.expert_parallel(model, first, local_size=2)
+        for change in ways:
+            ep.take(replace(first, **change))
+            x, weights = (each.detach().clone().requires_grad_() for each in (given[rank][0], given[rank][2]))
+            assert ep.watch.take() == 0.0
+            model.zero_grad()
+            y = model.experts(x, given[rank][1], weights)
+            y.square().sum().backward()
+            assert ep.watch.take() > 0.0
+            pairs = [(y.detach(), expected[rank].detach())]
+            pairs += [(a.grad, 4 * given[rank][at].grad) for a, at in ((x, 0), (weights, 2))]
+            pairs += [(model.get_parameter(name).grad, 4 * part) for name, part in ep.part(grads).items()]
+            errors += [float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b)]
+        assert slices != 2 or ep.wire is ep._wires["tokens", "once", 1, 1][0]
+        ep.close()
+    return max(errors)
 
 
 def few_experts(rank: int) -> float:
@@ -159,7 +165,7 @@ def few_experts(rank: int) -> float:
         truth, draws = filled(0, num), torch.Generator().manual_seed(6)
         given = [
             (
-                torch.randn(n, 32, generator=draws, dtype=torch.float64),
+                torch.randn(n, 32, generator=draws, dtype=torch.float64).requires_grad_(),
                 torch.rand(n, num, generator=draws).topk(num, -1).indices,
                 torch.rand(n, num, generator=draws, dtype=torch.float64),
             )
@@ -171,12 +177,17 @@ def few_experts(rank: int) -> float:
             model = torch.nn.Module()
             model.experts = filled(0, num)
             ep = thinwire.expert_parallel(model, ExpertParallel(4, slices=4 // num, move=move), local_size=2)
-            y = model.experts(given[rank][0].clone().requires_grad_(), *given[rank][1:])
+            x = given[rank][0].detach().clone().requires_grad_()
+            y = model.experts(x, *given[rank][1:])
             y.square().sum().backward()
             params = model.experts.named_parameters()
             found = ep.gather({f"experts.{name}": torch.as_tensor(param.grad) for name, param in params})
             grads = {name: truth.get_parameter(name.removeprefix("experts.")).grad for name in found}
-            pairs = [(y.detach(), expected[rank].detach()), *((found[name], grad) for name, grad in grads.items())]
+            pairs = [
+                (y.detach(), expected[rank].detach()),
+                (x.grad, given[rank][0].grad),
+                *((found[name], grad) for name, grad in grads.items()),
+            ]
             errors += [float((a - b).abs().max() / b.abs().max()) for a, b in pairs if len(b)]
             ep.close()
     return max(errors)
@@ -216,7 +227,16 @@ def layers(rank: int, world_size: int) -> Any:
         max(switched(rank), made_whole(rank), looking_ahead(rank), few_experts(rank)),
         [crossing(rank, route) for route in ("linear", "2dh")],
     )
-    return plain, coded, [rounded(rank, *each) for each in several], overlapped(rank), weights, errors, messages
+    return (
+        plain,
+        coded,
+        [rounded(rank, *each) for each in several],
+        overlapped(rank),
+        weights,
+        errors,
+        alike(rank),
+        messages,
+    )
 
 
 def crossing(rank: int, route: Any) -> dict[int, list[int]]:
@@ -300,6 +320,17 @@ def moved(rank: int, ranks: int, slices: int) -> Tensor:
     return found
 
 
+def alike(rank: int) -> Tensor:
+    """The gradient of experts that move, rounded at random, where all ranks have the same tokens."""
+    model = torch.nn.Module()
+    model.experts = filled(0)
+    ep = thinwire.expert_parallel(model, ExpertParallel(2, move="experts", gradients="int4/32"), local_size=2)
+    x, index, weights = inputs()[0]
+    model.experts(x.detach(), index, weights.detach()).square().sum().backward()
+    ep.close()
+    return torch.as_tensor(model.experts.up_proj.grad)
+
+
 def overlapped(rank: int) -> list[int]:
     """Chunks that experts have worked on, each once the next one was there, forward and backward."""
     model, done = torch.nn.Module(), list[int]()
@@ -333,7 +364,10 @@ def overlapped(rank: int) -> list[int]:
 def test_outputs_gradients_and_bytes_are_those_of_one_process_and_of_the_formula() -> None:
     every = run_workers(layers, 4, local_size=2)
     check_two_hops([of_rank[-1] for of_rank in every])
-    for plain, coded, (four, *others), worked, weights, error, _ in every:
+    # Replicas, here ranks 0 and 2, draw apart.
+    first, other = every[0][-2], every[2][-2]
+    assert not torch.equal(first, other) and float((first - other).norm() / first.norm()) < 0.3
+    for plain, coded, (four, *others), worked, weights, error, *_ in every:
         assert error < 1e-12
         for exact, bytes_fit in plain:
             assert exact < 1e-12 and bytes_fit

@@ -25,7 +25,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 # Attention by latent vectors: keys are 12 wide, values 8.
-LATENT = {
+LATENT: dict[str, Any] = {
     "kind": "deepseek_v3", "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
     "kv_lora_rank": 16, "q_lora_rank": None, "first_k_dense_replace": 2,
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from thinwire.cost.links import Line, Links
@@ -60,6 +61,23 @@ def test_close_ways_are_tried_again_and_one_chunk_always() -> None:
     taken = steps(ways, {many: 0.6, one: 0.5}, 20)
     # In turns, until each was measured three times.
     assert taken[:12] == ([many] * 2 + [one] * 2) * 3 and set(taken[12:]) == {one}
+
+
+def test_in_each_layer_ranks_wait_for_its_own_busiest_expert() -> None:
+    """Two layers with other hot experts, and an even one: on average the router is nearly even."""
+    layers = [[340 if expert == busy else 97 for expert in range(8)] for busy in (0, 7)] + [[128] * 8]
+    average = [sum(each) // 3 for each in zip(*layers, strict=True)]
+    one = ExpertParallel(4)
+
+    def seconds(*counts: list[int]) -> float:
+        rows = [ROWS.uneven([each] * 4) for each in counts]
+        return choose_way(one, PLACE, rows, links=LINKS, **SIZES)[one]
+
+    assert seconds(*layers) == pytest.approx(sum(map(seconds, layers)) / 3)
+    assert seconds(*layers) > 1.2 * seconds(average)
+    # No more tokens enter a node than have rows there, and all that have.
+    few = ROWS.uneven([[0] * 4 + [512, 512, 0, 0]] * 4)
+    assert few.entering == [[0, 512]] * 4 and few.counts[0][4] == 512
 
 
 def test_another_load_has_an_entry_of_its_own_and_an_equal_one_none() -> None:

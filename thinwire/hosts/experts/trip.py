@@ -70,6 +70,11 @@ class ExpertWire:
         """Number of the first row of a rank of this group."""
         return (self.first + rank * self.step) * NUMBERS_OF_A_RANK
 
+    @property
+    def own_number(self) -> int:
+        """Number of this rank among all ranks that train the model."""
+        return self.first + self.members.index(self.comm.rank) * self.step
+
     def submit(self, job: Callable[[Link], Rounds[T]]) -> Future[T]:
         """Start a job among the members."""
         return self.comm.submit(lambda link: job(link.subgroup(self.members)), urgent=True)
@@ -255,7 +260,7 @@ class Trip:
     def _to_teams(self, rows: Tensor, number: int) -> tuple[Tensor, list[int], list[int]]:
         """The rows of a message for each rank in turn, their counts, and the number of each rank's first row."""
         slices, pieces = self.wire.placement.slices, self._pieces(number)
-        own = self.wire.number(self.wire.members.index(self.wire.comm.rank))
+        own = self.wire.own_number * NUMBERS_OF_A_RANK
         numbers = [own + piece.start for piece in pieces for _ in range(slices)]
         if slices > 1 or self._num > 1:
             rows = torch.cat([rows[piece] for piece in pieces for _ in range(slices)])

@@ -83,7 +83,7 @@ class Gather(torch.autograd.Function):
             [torch.stack([placement.part(grad, rank) for grad in grads]) for rank in range(len(members))]
         )
         # What two ranks draw for the same weights must not be the same.
-        seed = 0 if wire.gradients is None else derive_seed(wire.draw(), wire.comm.rank)
+        seed = 0 if wire.gradients is None else derive_seed(wire.draw(), wire.own_number)
         found = _exchange(wire, members, sends, wire.gradients, seed, "expert_weight_gradients")
         # Views of one tensor would count their writes together, and one that is sent would seem changed by the next.
         return None, None, None, None, *(found[:, number].sum(0) for number in range(found.shape[1]))

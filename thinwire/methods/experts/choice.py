@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from statistics import mean
 from typing import Literal
 
 from thinwire.cost.links import ALL_TO_ALL, INTER, INTRA, SCATTER, Line, Links
@@ -23,27 +24,31 @@ ROUTES: tuple[Literal["linear", "2dh", "once"], ...] = ("linear", "2dh", "once")
 
 
 def choose_way(
-    options: ExpertParallel, placement: ExpertPlacement, rows: Rows, part_numel: int, local_size: int, links: Links
-) -> dict[ExpertParallel, float]:
+    options: ExpertParallel, placement: ExpertPlacement, rows: Rows | Sequence[Rows], part_numel: int, local_size: int,
+    links: Links,
+) -> dict[ExpertParallel, float]:  # fmt: skip
     """For each way that the options leave open: seconds of a layer, forward and backward; fastest first.
 
     The simulator decides, not FSMoE's closed form, whose number of chunks takes up to a quarter longer on links that
     all messages share. One chunk is always tried, then more as long as they help.
 
-    Args: see `sent`. links: of the ranks that hold the experts between them.
+    Args: see `sent`. rows: of a layer; or of several, of whose seconds the mean counts: in each of them all ranks wait
+    for its own busiest expert. links: of the ranks that hold the experts between them.
     """
+    layers = [rows] if isinstance(rows, Rows) else rows
     seconds: dict[ExpertParallel, float] = {}
     for way in ways_of(options, placement, local_size):
-        if way.once_a_step and options.once_a_step == AUTO and rows.passes == 1:
+        if way.once_a_step and options.once_a_step == AUTO and layers[0].passes == 1:
             continue
 
         @cache
         def one_s(num: int, is_backward: bool, way: ExpertParallel = way) -> float:
             one = replace(way, chunks=num, chunks_back=SAME)
-            return pass_s(one, placement, rows, part_numel, local_size, links, is_backward=is_backward)
+            how = part_numel, local_size, links
+            return mean(pass_s(one, placement, each, *how, is_backward=is_backward) for each in layers)
 
         def both_s(num: int, back: int, one_s: Callable[[int, bool], float] = one_s) -> float:
-            return one_s(num, False) + one_s(back, True)
+            return layers[0].forwards * one_s(num, False) + one_s(back, True)
 
         for num, back in pairs_of(options, way, both_s):
             seconds[replace(way, chunks=num, chunks_back=SAME if num == back else back)] = both_s(num, back)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -94,10 +95,11 @@ class WayDictionary:
         self._ratios: deque[float] = deque(maxlen=WINDOW)
         self._usual: dict[int, float] = {}
 
-    def note(self, seconds: float, rows: Rows, factor: float) -> int:
+    def note(self, seconds: float, rows: Rows | Sequence[Rows], factor: float) -> int:
         """Record the seconds of a step's layers, on the first rank. Return the number of the next way, or MEASURE.
 
-        factor: the capacity factor that would drop no row; 0: unknown. rows: of a layer and micro-batch, on average.
+        factor: the capacity factor that would drop no row; 0: unknown. rows: of layers, see `choose_way`, in a
+        micro-batch, on average.
         """
         load = self.load(rows, factor)
         self._spent_s += seconds
@@ -128,7 +130,7 @@ class WayDictionary:
         self._ratios.clear()
         self._usual.clear()
 
-    def load(self, rows: Rows, factor: float) -> Load:
+    def load(self, rows: Rows | Sequence[Rows], factor: float) -> Load:
         """What is known of a load; a new one is simulated."""
         bucket = round(BUCKETS_OF_TWO * math.log2(factor)) if factor > 0 else 0
         if bucket not in self.loads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 
 import torch
@@ -31,6 +31,7 @@ class Rows:
         top_k: experts of a token; for rows that enter a node once.
         dtype: of the rows. of_weights: dtype of the weights of a token's experts. of_experts: of experts that move.
         passes: micro-batches of a step, over which what is gathered once a step is counted.
+        forwards: forwards of a micro-batch: 2 if layers are computed again.
         moves: whether weights that move do so now; they need not in all micro-batches of a step.
     """
 
@@ -43,6 +44,7 @@ class Rows:
     of_experts: torch.dtype = torch.float32
     passes: int = 1
     moves: bool = True
+    forwards: int = 1
 
     @classmethod
     def even(
@@ -62,6 +64,15 @@ class Rows:
         ranks = placement.ranks
         return cls([[each] * num_experts] * ranks, width, dtype, [[enter] * num_nodes] * ranks, top_k, passes=passes)
 
+    def uneven(self, counts: Sequence[Sequence[int]]) -> Rows:
+        """The same with these rows. As many tokens enter a node as before, if that many can have them."""
+        entering = []
+        for own, enters in zip(counts, self.entering, strict=True):
+            each = len(own) // len(enters)
+            nums = [sum(own[node * each : (node + 1) * each]) for node in range(len(enters))]
+            entering.append([min(max(was, -(-n // self.top_k)), n) for was, n in zip(enters, nums, strict=True)])
+        return replace(self, counts=counts, entering=entering)
+
 
 def sent(
     placement: ExpertPlacement, rows: Rows, options: ExpertParallel, part_numel: int, local_size: int = 1, *,
@@ -70,7 +81,7 @@ def sent(
     """Bytes from rank to rank, in forward and, in training, backward; see `legs`."""
     found: dict[Pair, int] = defaultdict(int)
     forward, backward = (legs(placement, rows, way, part_numel, local_size) for way in (options, options.in_backward))
-    hops = [hop for ways in forward for hop in chain.from_iterable(ways[:2])]
+    hops = rows.forwards * [hop for ways in forward for hop in chain.from_iterable(ways[:2])]
     hops += [hop for ways in backward for hop in chain.from_iterable(ways[2:])] if in_training else []
     for hop in hops:
         for pair, num_bytes in hop.items():

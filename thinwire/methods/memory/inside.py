@@ -12,11 +12,16 @@ from thinwire.methods.memory.residency import AT_ONCE, Residency
 from thinwire.methods.outer.base import Connected, IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
 
+# Axes beside which layers can be computed again: what they send is the same each time.
+AGAIN = {"sequence", "expert"}
 
-def resident_method(method: object, axes: Collection[str] = ()) -> ShardedMethod:
+
+def resident_method(
+    method: object, axes: Collection[str] = (), residency: Residency | None = None
+) -> ShardedMethod:  # fmt: skip
     """The method whose state can lie on a disk beside these axes of a mesh: itself, or the one inside each island.
 
-    Raises ConfigError if there is none.
+    residency: if it is known. Raises ConfigError if there is none.
     """
     axes = set(axes) - {"data"}
     if (outer := islands_method(method)) is not None:
@@ -26,8 +31,11 @@ def resident_method(method: object, axes: Collection[str] = ()) -> ShardedMethod
         raise ConfigError(
             f"residency: {name} keeps all it has in memory; nearest that does not: sdp4bit, zero or frontier"
         )
+    if residency is not None and residency.only_recomputes:
+        axes -= AGAIN
     if beside := sorted(axes):
-        raise ConfigError(f"residency beside an axis {beside[0]}: not supported; nearest: data alone")
+        near = ", or --activations recompute and nothing else of it" if axes <= AGAIN else ""
+        raise ConfigError(f"residency beside an axis {beside[0]}: not supported; nearest: data alone{near}")
     return method
 
 

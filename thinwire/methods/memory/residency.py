@@ -169,6 +169,12 @@ class Residency:
         return self.way in (RECOMPUTE, RECOMPUTE_FROM_DISK)
 
     @property
+    def only_recomputes(self) -> bool:
+        """Whether layers are computed again, and all else is as without a residency."""
+        plain = self.memory is None and self.tile is None and not self.is_sliced
+        return plain and self.activations == RECOMPUTE and self.gradients != AT_ONCE and not self.needs_store
+
+    @property
     def spills(self) -> bool:
         """Whether what a forward keeps lies on the disk."""
         return self.way in (OFFLOAD, RECOMPUTE_FROM_DISK)

@@ -24,6 +24,7 @@ class Shape:
     """One layer's attention. tokens: length of the whole sequence times number of sequences.
 
     head_size: of queries and keys. itemsize: bytes of an exact element. value_size: of values and outputs; 0: the same.
+    forwards: of a micro-batch: 2 if layers are computed again.
     """
 
     heads: int
@@ -33,6 +34,7 @@ class Shape:
     layers: int = 1
     itemsize: int = 4
     value_size: int = 0
+    forwards: int = 1
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -68,13 +70,14 @@ def sent(
                 # Messages of q, of k and of v, and of the outputs; then of their gradients.
                 there = [_len(queries[theirs]), _len(keys[theirs]), _len(keys[theirs]), _len(queries[own])]
                 back = [_len(queries[own]), _len(keys[own]), _len(keys[own]), _len(queries[theirs])]
-                for nums, codec in ((there, wire), (back, gradients)):
+                for nums, codec, times in ((there, wire, shape.forwards), (back, gradients, 1)):
                     parts = zip(nums, widths, strict=True)
-                    found[rank, peer] += sum(shape.bytes_of(num * tokens, width, codec) for num, width in parts)
+                    each = sum(shape.bytes_of(num * tokens, width, codec) for num, width in parts)
+                    found[rank, peer] += times * each
         ring = layout.ring_group(rank)
         at, rows = ring.index(rank), 2 * _len(keys[own]) * tokens * layout.ulysses
         for step in range(1, layout.ring):
-            found[rank, ring[(at + 1) % layout.ring]] += 2 * shape.bytes_of(rows, max(widths), wire)
+            found[rank, ring[(at + 1) % layout.ring]] += (1 + shape.forwards) * shape.bytes_of(rows, max(widths), wire)
             found[rank, ring[(at - step) % layout.ring]] += shape.bytes_of(rows, max(widths), gradients)
     return dict(found)
 

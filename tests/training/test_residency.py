@@ -142,6 +142,24 @@ def test_weights_lie_where_a_step_moves_less() -> None:
     assert moved[4, "auto"] == moved[4, "disk"] == moved[4, "memory"] == 0
 
 
+def test_a_layer_that_is_computed_again_is_read_once_more_where_it_does_not_stay() -> None:
+    """125m on one rank: 12 layers of 28.3 MB, whose largest matrices have 6.3 MB each."""
+    skeleton = build_skeleton("125m", 256, 256)
+    options = {"weights": "disk", "gradients": "disk", "activations": "recompute"}
+    config = TrainConfig(
+        model="125m", workers=1, local_size=1, micro_batch=1, store="/var/tmp", memory="2gb",
+        tables={"residency": options},
+    )  # fmt: skip
+    floor = Floor.of(*resolved(Run.of(config), skeleton)).num_bytes // 10**6
+    for more in (20, 250):
+        residency, setup = resolved(Run.of(replace(config, memory=f"{floor + more}mb")), skeleton)
+        weights = next(part for part in placed(residency, setup) if part.name == "weights")
+        small, bucket = setup.plan.weights - weights.disk, setup.largest_bytes
+        kept = weights.memory - small - bucket
+        of_layers = 12 * (4 * (4 * 768**2 + 3 * 768 * 2048) - kept)
+        assert weights.read == 3 * (weights.disk - kept) + max(0, of_layers) and (of_layers > 0) == (more == 20)
+
+
 def test_the_nearest_budget_is_large_enough() -> None:
     skeleton, common = build_skeleton("125m", 256, 256), {"model": "125m", "store": "/var/tmp", "micro_batch": 1}
     below = TrainConfig(workers=4, local_size=1, memory="500mb", **common)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ STATUS = Path("/proc/self/status")
 # The module that measures, and the seconds after which it is given up.
 MEASURES, MOST_S = "thinwire.launch.base", 300
 # Of the file; what is measured differs by less than a unit.
-FORMAT, UNIT_BYTES = 2, 1_000_000
+FORMAT, UNIT_BYTES = 1, 1_000_000
 
 
 @dataclass(frozen=True)

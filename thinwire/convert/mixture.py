@@ -16,9 +16,6 @@ from thinwire.models.hf import HFCausalLM, StoredWeights, shapes_hf
 from thinwire.models.kept import held
 from thinwire.models.mixtral import mixtral_parts
 
-# A place in a tensor of a model, and how it is written.
-Place = tuple[int | slice, ...]
-
 
 def as_mixtral(weights: WhenAsked) -> WhenAsked:
     """The weights of a MoELlama in the names and shapes of a Mixtral's files, of which one stack is in memory."""
@@ -35,7 +32,7 @@ def _taken(read: Callable[[str], Tensor], name: str, take: Callable[[Tensor], Te
     return take(read(name))
 
 
-def parts_in_files(name: str, shape: torch.Size) -> dict[str, Place]:
+def parts_in_files(name: str, shape: torch.Size) -> dict[str, tuple[int | slice, ...]]:
     """Which parts of a tensor of transformers' model its files hold, by their names there.
 
     A Mixtral's experts, packed in transformers 5, are a matrix each in the files.

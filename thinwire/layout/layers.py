@@ -30,3 +30,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return list(dict.fromkeys(layers))
+
+
+def names_by_layer(model: nn.Module) -> list[set[str]]:
+    """The names of the parameters in each layer."""
+    layers = {id(layer) for layer in layers_of(model)}
+    found = {id(module): (path, module) for path, module in model.named_modules() if id(module) in layers}
+    return [{f"{path}.{name}" for name, _ in module.named_parameters()} for path, module in found.values()]

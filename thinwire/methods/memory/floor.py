@@ -11,8 +11,8 @@ from thinwire.errors import ConfigError
 from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, PASSING_SHARE, Residency
 from thinwire.methods.memory.setup import NUM_STATES, Setup
 
-# Temporary tensors of kernels, and what the allocator can't give back.
-KERNEL_BYTES = 64_000_000
+# Temporary tensors of kernels, and what the allocator can't give back; and how much of it is touched.
+KERNEL_BYTES, TOUCHED_BYTES = 64_000_000, 48_000_000
 # Sub-groups that are in memory at a time.
 NUM_PASSING = 3
 # Buckets of weights in memory at a time, and of gradients: one computes, one travels.

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from thinwire.layout.buckets import Unit
-from thinwire.layout.layers import looked_up
-from thinwire.methods.memory.floor import SMALL_NUMEL, Floor
+from thinwire.layout.layers import looked_up, names_by_layer
+from thinwire.methods.memory.floor import KERNEL_BYTES, SMALL_NUMEL, TOUCHED_BYTES, Floor
 from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, Residency
 from thinwire.methods.memory.setup import NUM_STATES, Setup
 
@@ -33,11 +33,12 @@ def stays(room_bytes: int) -> int:
 def placed(residency: Residency, setup: Setup) -> Iterator[MemoryPart]:
     """The parts of a rank's training after the free memory is known; see `Residence.after_update`.
 
-    With W bytes of weights on the disk, of which C stay in memory, and m micro-batches, a step reads (2 m + 1) (W - C),
-    or (3 m + 1) (W - C) if layers are recomputed, and writes W, or nothing if all stay. Tables of which a forward takes
-    rows are read once, for the update, and stay last; their rows are not counted. States are read and written
-    except those that stay. A durable step writes all of them, and the weights that belong to this rank's masters. An
-    optimizer that looks across matrices reads its state for each part of its update. Mean gradients are written and
+    With W bytes of weights on the disk, of which C fit in memory, B of them for the bucket that comes next, and m
+    micro-batches, a step reads (2 m + 1) (W - C + B), and writes W, or nothing if all stay. A layer that is computed
+    again is used twice in a row: of its bytes those above C - B are read once more. Tables of which a forward takes
+    rows are read once, for the update, and stay last; their rows are not counted. States are read and written except
+    those that stay. A durable step writes all of them, and the weights that belong to this rank's masters. An optimizer
+    that looks across matrices reads its state for each part of its update. Mean gradients are written and
     read once, if they lie on the disk.
 
     residency: without "auto", besides for the optimizer.
@@ -70,7 +71,8 @@ def in_use(parts: Iterable[MemoryPart], setup: Setup) -> int:
 
     A budget counts what it reserves too, such as stacks of threads.
     """
-    return sum(part.memory for part in parts) - setup.process.data + setup.process.anonymous
+    untouched = setup.process.data - setup.process.anonymous + KERNEL_BYTES - TOUCHED_BYTES
+    return sum(part.memory for part in parts) - untouched
 
 
 def _weights_on_disk(residency: Residency, setup: Setup, left: int) -> tuple[MemoryPart, int]:
@@ -78,13 +80,18 @@ def _weights_on_disk(residency: Residency, setup: Setup, left: int) -> tuple[Mem
     large = [unit for unit in setup.units if unit.numel >= SMALL_NUMEL]
     over = setup.method.levels(setup.topology).weights_over
     sizes = [FP32_BYTES * unit.numel // over for unit in large]
-    # Weights that are gathered are read whole, and once for a backward that computes them again.
     by_rows = looked_up(setup.model) if over == 1 else set[str]()
+    # Weights that are gathered are read whole.
     tables = sum(size for size, unit in zip(sizes, large, strict=True) if by_rows.issuperset(names_of(unit)))
-    total, least = sum(sizes), min(2 * max(sizes, default=0), sum(sizes))
+    total, largest = sum(sizes), max(sizes, default=0)
+    least = min(2 * largest, total)
     staying = min(total, least + left)
-    passes = setup.micro_batches * (3 if residency.recomputes and over == 1 else 2) + 1
-    read = passes * max(0, total - tables - staying) + min(tables, total - staying)
+    found = staying if staying == total else staying - largest
+    read = (2 * setup.micro_batches + 1) * max(0, total - tables - found) + min(tables, total - found)
+    if residency.recomputes and over == 1:
+        pairs = [(size, names_of(unit)) for size, unit in zip(sizes, large, strict=True)]
+        of_layers = (sum(size for size, names in pairs if names & own) for own in names_by_layer(setup.model))
+        read += setup.micro_batches * sum(max(0, size - found) for size in of_layers)
     written = 0 if staying == total else total
     held = setup.plan.weights - total + staying
     return MemoryPart("weights", held, total, read, written), left - (staying - least)

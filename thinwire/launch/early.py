@@ -8,6 +8,7 @@ from dataclasses import replace
 from thinwire.data.sources import place_of
 from thinwire.errors import Problems
 from thinwire.flags import Stated
+from thinwire.layout.mesh import MeshShape
 from thinwire.models.presets import check_preset
 from thinwire.registry import check_name
 from thinwire.run.config import TrainConfig, range_errors
@@ -17,15 +18,18 @@ from thinwire.run.run_dir import RunDir
 def refuse_early(stated: Stated, problems: Problems) -> None:
     """Raise ConfigError with everything that is wrong with the flags alone.
 
-    If a file states values too, if ranks are laid out, or if torch is loaded already, it does nothing: later checks
-    report all problems at once.
+    If a file states values too, if ranks are laid out in words that can be read, or if torch is loaded already, it does
+    nothing: later checks report all problems at once.
     """
-    flags = stated[""]
-    laid_out = flags.keys() & {"mesh", "stages", "tensor"}
-    if "torch" in sys.modules or "config_file" in flags or flags.get("resume") or laid_out:
+    flags, unread = stated[""], Problems()
+    if "torch" in sys.modules or "config_file" in flags or flags.get("resume"):
         return
     config = replace(TrainConfig(), **flags)
-    problems.messages += range_errors(config)
+    if config.mesh is not None:
+        unread.note(MeshShape.parse, config.mesh)
+    if flags.keys() & {"mesh", "stages", "tensor"} and not unread.messages:
+        return
+    problems.messages += [*range_errors(config), *unread.messages]
     for flag, name in (("--inner", config.inner), ("--strategy", config.strategy)):
         if name is not None and not (flag == "--strategy" and config.is_planned_late):
             problems.note(check_name, flag, name)

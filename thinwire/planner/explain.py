@@ -54,7 +54,7 @@ from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import PLACED, Resident, where_all_lies
 from thinwire.planner.search import Search, search
 from thinwire.planner.stages import Grid, Stages, held_bytes, stages_of
-from thinwire.planner.twins import Replicated
+from thinwire.planner.twins import StageReplicas
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, enough_text, percent_text, seconds_text, short
@@ -302,7 +302,7 @@ def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_
 
 
 def cut_into_stages(
-    model: Llama, config: ExplainConfig, shape: MeshShape, grid: Grid, own: Replicated | None = None
+    model: Llama, config: ExplainConfig, shape: MeshShape, grid: Grid, own: StageReplicas | None = None
 ) -> tuple[Stages, list[Row]]:
     """The stages of a pipeline, and rows on them. own: whose messages are part of the step. Raises ConfigError."""
     options = Pipeline(**config.tables.get(PIPELINE, {}))
@@ -396,7 +396,7 @@ def step_of_stages(config: ExplainConfig, strategy: Method, grid: Grid) -> float
         cut_skeleton(model, shape.tensor)
     replicas = replicas_on(config, shape)
     stages, _ = cut_into_stages(
-        model, config, shape, grid, None if replicas.world_size == 1 else Replicated(strategy, replicas)
+        model, config, shape, grid, None if replicas.world_size == 1 else StageReplicas(strategy, replicas)
     )  # fmt: skip
     return stages.step_s
 
@@ -535,13 +535,13 @@ def found_stages(
     def stated_of(way: Candidate) -> ExplainConfig:
         return replace(config, stages=str(way.stages), tensor=way.tensor, micro_batches=way.num_micro_batches)
 
-    def on(way: Candidate) -> Replicated:
+    def on(way: Candidate) -> StageReplicas:
         method, own = made[way.strategy], stated_of(way)
         if way.tensor > 1:
             check_on_mesh(method)
         if way.stages > 1:
             check_inside(method, way.replicas)
-        return Replicated(method, replicas_on(own, mesh_of(own)))
+        return StageReplicas(method, replicas_on(own, mesh_of(own)))
 
     def planned(way: Candidate, part: nn.Module) -> MethodPlan:
         own = stated_of(way)

@@ -16,10 +16,10 @@ from thinwire.planner.candidates import Candidate
 from thinwire.planner.cut import cut_model
 from thinwire.planner.memory import Recorded
 from thinwire.planner.stages import Grid, stages_of
-from thinwire.planner.twins import Replicated
+from thinwire.planner.twins import StageReplicas
 
 # Raises ConfigError for a method that can't train so.
-ReplicatedOf = Callable[[Candidate], Replicated]
+ReplicatedOf = Callable[[Candidate], StageReplicas]
 # What a candidate's method holds and sends on one rank of a part of the model.
 PlanOf = Callable[[Candidate, nn.Module], MethodPlan]
 
@@ -145,7 +145,7 @@ def ranked(
 
 
 def price(
-    model: Llama, way: Candidate, own: Replicated, plan_of: Callable[[nn.Module], MethodPlan], grid: Grid, seq_len: int,
+    model: Llama, way: Candidate, own: StageReplicas, plan_of: Callable[[nn.Module], MethodPlan], grid: Grid, seq_len: int,
     loss: str,
 ) -> Priced:  # fmt: skip
     """The costs of one candidate for stated links. model: its shapes on a rank of the tensor axis."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.hosts.pipeline.visits import VisitState, as_tuple
 from thinwire.hosts.pipeline.vocabulary import HeadPass
+from thinwire.hosts.pipeline.wiring import Wiring
 from thinwire.methods.pipeline import Action
 from thinwire.methods.pipeline.border import LastMessages
 from thinwire.methods.pipeline.plan import (
@@ -33,15 +34,12 @@ from thinwire.methods.pipeline.plan import (
 )
 from thinwire.methods.pipeline.vocabulary import wide
 
-if TYPE_CHECKING:
-    from thinwire.hosts.pipeline.runner import Runner
-
 
 class RunningStep:
     """The progress of one call of `run` or `evaluate`."""
 
     def __init__(
-        self, runner: Runner, micro_batches: Sequence[Any], shares: Sequence[float], first_number: int | None
+        self, runner: Wiring, micro_batches: Sequence[Any], shares: Sequence[float], first_number: int | None
     ) -> None:
         self.runner, self.micro_batches, self.shares = runner, micro_batches, shares
         self.first_number = first_number

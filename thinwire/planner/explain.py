@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -51,8 +52,9 @@ from thinwire.planner.forward import kept_of
 from thinwire.planner.optimizers import ADAMW, COUNTED, by_optimizer, why_not_by
 from thinwire.planner.options import AUTO, ExplainConfig, range_errors
 from thinwire.planner.residency import PLACED, Resident, where_all_lies
-from thinwire.planner.search import Search, exchange_s, search
+from thinwire.planner.search import Search, search
 from thinwire.planner.stages import Grid, Stages, held_bytes, stages_of
+from thinwire.planner.twins import Twins
 from thinwire.registry import STRATEGIES, check_on_mesh
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, enough_text, percent_text, seconds_text, short
@@ -271,13 +273,16 @@ def laid_out(config: ExplainConfig, names: list[str], rate: float | None, local_
     return LaidOut(config, names, shape, total, whole, model, stages, grid, result, notes)
 
 
-def cut_into_stages(model: Llama, config: ExplainConfig, shape: MeshShape, grid: Grid) -> tuple[Stages, list[Row]]:
-    """The stages of a pipeline, and rows on them. Raises ConfigError."""
+def cut_into_stages(
+    model: Llama, config: ExplainConfig, shape: MeshShape, grid: Grid, own: Twins | None = None
+) -> tuple[Stages, list[Row]]:
+    """The stages of a pipeline, and rows on them. own: whose messages are part of the step. Raises ConfigError."""
     options = Pipeline(**config.tables.get(PIPELINE, {}))
     check_spread(options, None, shape.sizes)
     stages = stages_of(
         model, options, shape.pipeline, config.passes, config.micro_batch, config.seq_len, grid, config.loss,
         shape.tensor, memory_bytes=None if config.memory_gb is None else config.memory_gb * 1e9,
+        join=None if own is None else partial(own.join, grid),
     )  # fmt: skip
     rows = list(notes_on_stages(stages, model, config, grid))
     if options.recompute == AUTO:
@@ -357,13 +362,15 @@ def plan_of(strategy: Method, laid: LaidOut) -> tuple[MethodPlan, dict[int, floa
 
 
 def step_of_stages(config: ExplainConfig, strategy: Method, grid: Grid) -> float:
-    """Seconds of a step of a pipeline, with the replicas' messages after it. Raises ConfigError."""
+    """Seconds of a step of a pipeline, with what its replicas send. Raises ConfigError."""
     shape, model = mesh_of(config), check_can_cut(model_of(config))
     if shape.tensor > 1:
         cut_skeleton(model, shape.tensor)
-    stages, _ = cut_into_stages(model, config, shape, grid)
-    plans = [plan_on(strategy, stages.parts[stage], model, config, shape) for stage in stages.heaviest]
-    return stages.step_s + max(exchange_s(plan, grid) for plan in plans)
+    replicas = replicas_on(config, shape)
+    stages, _ = cut_into_stages(
+        model, config, shape, grid, None if replicas.world_size == 1 else Twins(strategy, replicas)
+    )  # fmt: skip
+    return stages.step_s
 
 
 def found_experts(
@@ -497,15 +504,20 @@ def found_stages(
     largest: micro-batch.
     """
 
-    def planned(candidate: Candidate, stages: Stages, stage: int) -> MethodPlan:
-        own = replace(
-            config, stages=str(candidate.stages), tensor=candidate.tensor, micro_batches=candidate.num_micro_batches
-        )
-        if candidate.tensor > 1:
-            check_on_mesh(made[candidate.strategy])
-        if candidate.stages > 1:
-            check_inside(made[candidate.strategy], candidate.replicas)
-        return plan_on(made[candidate.strategy], stages.parts[stage], model, own, mesh_of(own))
+    def stated_of(way: Candidate) -> ExplainConfig:
+        return replace(config, stages=str(way.stages), tensor=way.tensor, micro_batches=way.num_micro_batches)
+
+    def on(way: Candidate) -> Twins:
+        method, own = made[way.strategy], stated_of(way)
+        if way.tensor > 1:
+            check_on_mesh(method)
+        if way.stages > 1:
+            check_inside(method, way.replicas)
+        return Twins(method, replicas_on(own, mesh_of(own)))
+
+    def planned(way: Candidate, part: nn.Module) -> MethodPlan:
+        own = stated_of(way)
+        return plan_on(made[way.strategy], part, model, own, mesh_of(own))
 
     made = {name: strategy_of(name, config) for name in names}
     num_sequences, stated = grid.num_ranks * config.passes * config.micro_batch, config.tables.get(PIPELINE, {})
@@ -514,7 +526,7 @@ def found_stages(
         grid.num_ranks, len(model.model.layers), num_sequences, names, stated, largest, AxisSizes(tensors)
     )
     memory = None if config.memory_gb is None else config.memory_gb * 1e9
-    result = search(model, listed, planned, grid, config.seq_len, memory, config.loss)
+    result = search(model, listed, on, planned, grid, config.seq_len, memory, config.loss)
     if not result.fastest:
         floor = f"the least is {enough_text(result.too_large[0].memory_bytes)}" if result.too_large else "none can run"
         raise ConfigError(f"--memory-gb {config.memory_gb}: no way to train fits; {floor}", *result.refused)
@@ -553,20 +565,29 @@ def plan_on(
     """
     if shape.expert > 1:
         return expert_plan(strategy, whole, config, shape)
-    grid, num_replicas = Topology(config.nodes, config.local_size), shape.sizes["data"]
+    grid = Topology(config.nodes, config.local_size)
     if shape.tensor * shape.pipeline == 1:
         plan, _ = by_tokens(strategy.plan(model, grid, config.passes), strategy, model, grid, tokens_of(config))
         is_adamw = name_of(config.optimizer) == ADAMW
         return plan if is_adamw else by_optimizer(plan, strategy, model, config.optimizer, grid)
     if isinstance(strategy, IslandsMethod):
         return strategy.plan_around(model, whole, grid, config.passes, shape.tensor)
-    across = config.tables.get(PIPELINE, {}).get("across", AUTO)
-    on_node = along(grid, ranks_across(across, grid.world_size, shape.pipeline, shape.tensor)[0, :, 0].tolist())
-    plan = strategy.plan(model, Topology(num_replicas // on_node, on_node), config.passes)
-    num_told = max(2, num_replicas) - 1
+    plan = strategy.plan(model, replicas_on(config, shape), config.passes)
+    num_told = max(2, shape.sizes["data"]) - 1
     word = strategy.plan(whole, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
     words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
     return replace(plan, sent={**plan.sent, **words})
+
+
+def replicas_on(config: ExplainConfig, shape: MeshShape) -> Topology:
+    """The grid of the ranks of one stage that a strategy joins."""
+    grid = Topology(config.nodes, config.local_size)
+    if shape.tensor * shape.pipeline == 1:
+        return grid
+    across = config.tables.get(PIPELINE, {}).get("across", AUTO)
+    first = ranks_across(across, grid.world_size, shape.pipeline, shape.tensor)[0, :, 0].tolist()
+    on_node = along(grid, first)
+    return Topology(len(first) // on_node, on_node)
 
 
 def tokens_of(config: ExplainConfig) -> int:

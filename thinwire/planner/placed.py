@@ -99,7 +99,7 @@ class PlacedMachine(Grid):
         )
         return replace(part, rates=rates)
 
-    def machine_of(self, stages: int, across: str, tensor: int) -> Machine:
+    def machine_of(self, stages: int, across: str, tensor: int, *, twins: bool = False) -> Machine:
         """The ranks of all pipelines, stage by stage; of each tensor axis the first."""
         return self.part(self.order[:: self.tensor])
 

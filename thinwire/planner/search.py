@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
+
+from torch import nn
 
 from thinwire.errors import ConfigError
 from thinwire.methods.interface import MethodPlan
-from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama
-from thinwire.models.tensor import cut_skeleton
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.cut import cut_model
 from thinwire.planner.memory import Recorded
-from thinwire.planner.stages import Grid, Stages, stages_of
+from thinwire.planner.stages import Grid, stages_of
+from thinwire.planner.twins import Twins
 
-# (candidate, stage) -> what the method holds and sends on one rank of it.
-PlanOf = Callable[[Candidate, Stages, int], MethodPlan]
+# Raises ConfigError for a method that can't train so.
+TwinsOf = Callable[[Candidate], Twins]
+# What a candidate's method holds and sends on one rank of a part of the model.
+PlanOf = Callable[[Candidate, nn.Module], MethodPlan]
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Priced:
     """The costs of one candidate.
 
     Attributes:
-        step_s: seconds of a step; in a search for stated links, the replicas' messages are not hidden.
+        step_s: seconds of a step.
         memory_bytes: of the fullest stage, activations included.
         link_s: of the busiest node's link alone, at most step_s: a burst may pass faster than the link's rate.
         order: the rank in each place; empty: unchanged.
@@ -75,35 +79,27 @@ class Search:
             axes = {"tensor": way.tensor, "sequence": way.sequence, "expert": way.experts}
             more = "".join(f" x {size} {axis} ranks" for axis, size in axes.items() if size > 1)
             more += f" in each of {way.islands} islands" if way.outer else ""
+            more += f" in groups of {way.group} rank(s)" if way.group else ""
             found.setdefault(f"{way.stages} stage(s){more}", priced)
         return list(found.items())
 
 
-            more += f" in groups of {way.group} rank(s)" if way.group else ""
 def search(
-    model: Llama, found: Iterable[Candidate], planned: PlanOf, grid: Grid, seq_len: int,
+    model: Llama, found: Iterable[Candidate], on: TwinsOf, plan_of: PlanOf, grid: Grid, seq_len: int,
     memory_bytes: float | None = None, loss: str = "auto",
 ) -> Search:  # fmt: skip
-    """Price candidates, and rank those whose fullest stage fits a rank's memory. The model has no memory.
+    """Price candidates for stated links, and rank those whose fullest stage fits a rank's memory.
 
-    A candidate that recomputes, or leaves a part on a disk, is priced only if the same one without that does not fit.
+    One pipeline is simulated, and beside it another, which stands for all others. A candidate that recomputes, or
+    leaves a part on a disk, is priced only if the same one without that does not fit. model: without memory.
     """
 
     @cache
     def cut(tensor: int) -> Llama:
-        if tensor == 1:
-            return model
-        own = copy.deepcopy(model)
-        cut_skeleton(own, tensor)
-        return own
-
-    @cache
-    def simulated(pipeline: Pipeline, stages: int, tensor: int, num: int, size: int) -> Stages:
-        return stages_of(cut(tensor), pipeline, stages, num, size, seq_len, grid, loss, tensor)
+        return cut_model(model, tensor)
 
     def priced(way: Candidate) -> Priced:
-        sizes = way.stages, way.tensor, way.num_micro_batches, way.micro_batch
-        return price(way, simulated(way.pipeline, *sizes), planned, grid)
+        return price(cut(way.tensor), way, on(way), partial(plan_of, way), grid, seq_len, loss)
 
     return ranked(found, priced, memory_bytes)
 
@@ -148,17 +144,29 @@ def ranked(
     return Search(tuple(fits), tuple(sorted(too_large, key=lambda priced: priced.memory_bytes)), refused, aside)
 
 
-def price(candidate: Candidate, stages: Stages, planned: PlanOf, grid: Grid) -> Priced:
-    """The costs of one candidate whose pipeline was simulated."""
-    plans = {stage: planned(candidate, stages, stage) for stage in stages.heaviest}
+def price(
+    model: Llama, way: Candidate, own: Twins, plan_of: Callable[[nn.Module], MethodPlan], grid: Grid, seq_len: int,
+    loss: str,
+) -> Priced:  # fmt: skip
+    """The costs of one candidate for stated links. model: its shapes on a rank of the tensor axis."""
+    is_joined = way.stages > 1 and way.replicas > 1
+    stages = stages_of(
+        model, way.pipeline, way.stages, way.num_micro_batches, way.micro_batch, seq_len, grid, loss, way.tensor,
+        join=partial(own.join, grid) if is_joined else None,
+    )  # fmt: skip
+    step_s, bubble = stages.step_s, stages.bubble
+    if way.stages == 1 and way.replicas > 1:
+        alone_s = step_s
+        step_s = own.step_s(model, grid, alone_s / way.num_micro_batches / 3, way.num_micro_batches)
+        bubble = 1 - alone_s / step_s
+    plans = {stage: plan_of(stages.parts[stage]) for stage in stages.heaviest}
     memory = max(stages.memory_bytes(stage, plan) for stage, plan in plans.items())
-    method_s = max(exchange_s(plan, grid) for plan in plans.values())
-    borders_s = stages.crossing_bytes(grid) / (grid.rate or float("inf"))
-    step_s = stages.step_s + method_s
-    return Priced(candidate, step_s, stages.bubble, memory, min(borders_s + method_s, step_s))
+    borders_s = stages.crossing_bytes(grid) / (grid.rate or math.inf)
+    on_link_s = borders_s + max(link_s(plan, grid) for plan in plans.values())
+    return Priced(way, step_s, bubble, memory, min(on_link_s, step_s))
 
 
-def exchange_s(plan: MethodPlan, grid: Grid) -> float:
+def link_s(plan: MethodPlan, grid: Grid) -> float:
     """Seconds of a method's messages on one node's link, or inside a node if that takes longer."""
     sent = grid.local_size * plan.sent_on("inter") if plan.crossing is None else plan.crossing
     inside = plan.sent_on("intra") + plan.sent_on("pair")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.cost import Cores, Machine, Network, Timeline, simulate
-from thinwire.cost.graph import CARRY
+from thinwire.cost.graph import CARRY, ROUND
 from thinwire.cost.simulator import TRAINING
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import MethodPlan
@@ -68,10 +68,20 @@ class Grid:
         """Seconds of a sum over the ranks of a tensor axis, which are neighbours on one node, along a ring."""
         return 2 * (tensor - 1) * (num_bytes / tensor / (self.local_rate or float("inf")) + self.local_delay_s)
 
-    def machine_of(self, stages: int, across: str, tensor: int) -> Machine:
-        """The ranks that are simulated, stage by stage: here those of one pipeline, which share no cores."""
-        links, ranks = self.links(stages, across, tensor), range(stages)
-        return Machine(("",) * stages, links, Cores(tuple(ranks), (math.inf,) * stages), {CARRY: math.inf})
+    def machine_of(self, stages: int, across: str, tensor: int, *, twins: bool = False) -> Machine:
+        """The ranks that are simulated, stage by stage: here those of one pipeline, which share no cores.
+
+        twins: with a second pipeline on machines of its own.
+        """
+        links, num = self.links(stages, across, tensor), 2 if twins else 1
+        places = [(copy, stage) for stage in range(stages) for copy in range(num)]
+        # All that leaves a machine passes its ranks' part of the link.
+        share = (self.rate or math.inf) / self.pipelines_on_node(stages, across, tensor)
+        nodes = tuple(copy * self.num_ranks + links.nodes[stage] for copy, stage in places)
+        rates = tuple(tuple(links.rates[a][b] if copy == other else share for other, b in places) for copy, a in places)
+        network, ranks = Network(nodes, rates, ((0.0,) * len(places),) * len(places)), range(len(places))
+        cores = Cores(tuple(ranks), (math.inf,) * len(places))
+        return Machine(("",) * len(places), network, cores, dict.fromkeys((CARRY, ROUND), math.inf))
 
     def codecs(self, options: Pipeline) -> dict[str, str]:
         """The codecs of borders whose packing takes time, by "forward" and "backward"."""
@@ -190,7 +200,8 @@ def stages_of(
         room = None if memory_bytes is None else [memory_bytes - each for each in held]
         options = replace(options, recompute=step.mode(num_micro_batches, room))
         step = Steps(options, stages, step.costs, step.links)
-    machine, joined = grid.machine_of(stages, options.across, tensor), None if join is None else join(parts)
+    joined = None if join is None else join(parts)
+    machine = grid.machine_of(stages, options.across, tensor, twins=join is not None)
 
     def simulated(plan: Plan) -> tuple[Timeline, DrawnPlan]:
         made = draw_step(plan, costs, machine.network.nodes, grid.codecs(options), joined)

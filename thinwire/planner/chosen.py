@@ -26,10 +26,10 @@ from thinwire.models import Llama, build_model, build_skeleton
 from thinwire.models.seam import mixture_of
 from thinwire.options import EXPERTS, PIPELINE, model_table
 from thinwire.planner.experts import choose_experts as experts_on
-from thinwire.planner.explain import step_of_stages
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.stages import Grid
+from thinwire.planner.stated_stages import step_of_stages
 from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.effects import unused_rows

@@ -74,7 +74,7 @@ def crossing(run: Run, across: str) -> Run:
 
 
 def predicted_s(run: Run, grid: Grid) -> float:
-    """Seconds of a step on machines like these, simulated, with the replicas' messages, none of which are hidden."""
+    """Seconds of a step on machines like these, simulated, with what replicas send."""
     config, shape = run.config, run.config.mesh_shape
     batch = derive(config, config.num_shares)
     asked = ExplainConfig(

@@ -35,8 +35,9 @@ class Surface:
             way = Candidate(strategy, stages, 2, size, 64 // size, RECOMPUTE[mode], tensor)
             # Work, a bubble, passes of small micro-batches, and sums of tensor ranks.
             predicted = (1 + (mode != "never") / 3) * (1 + stages * size / 64) * (1 + 0.4 / size) * (1 + 0.05 * tensor)
-            # No way here has experts or islands.
-            turned = [pair for pair in knobs_of(way).items() if pair[0] not in ("experts", "islands")]
+            # No way here has experts, islands, or groups.
+            left_out = ("experts", "islands", "local-size")
+            turned = [pair for pair in knobs_of(way).items() if pair[0] not in left_out]
             for pair in turned:
                 off.setdefault(pair, 0.25 * float(torch.randn((), generator=generator)))
             error = sum(off[pair] for pair in turned)

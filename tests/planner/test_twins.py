@@ -17,7 +17,7 @@ from thinwire.planner.prices import price_one
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import price
 from thinwire.planner.stages import Grid
-from thinwire.planner.twins import Replicated
+from thinwire.planner.twins import Twins
 
 WAY = Candidate("zero", 1, 4, 2, 4, EXACT)
 
@@ -48,7 +48,7 @@ def test_a_step_with_one_other_replica_takes_as_long_as_one_of_all(strategy: str
         def plan_of(part: nn.Module, way: Candidate = way) -> MethodPlan:
             return pricing.plan_of(way, part)
 
-        own = Replicated(methods()[strategy], pricing.replicas(way))
+        own = Twins(methods()[strategy], pricing.replicas(way))
         found, whole = price(model, way, own, plan_of, grid, 64, "auto"), price_one(pricing, way)
         assert found.step_s == pytest.approx(whole.step_s, rel=0.02), stages
         # Some of what is sent is hidden by computing.

@@ -26,10 +26,10 @@ from thinwire.models import Llama, build_model, build_skeleton
 from thinwire.models.seam import mixture_of
 from thinwire.options import EXPERTS, PIPELINE, model_table
 from thinwire.planner.experts import choose_experts as experts_on
-from thinwire.planner.explain import step_of_stages
 from thinwire.planner.forward import layer_and_ends
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.stages import Grid
+from thinwire.planner.stated_stages import step_of_stages
 from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.effects import unused_rows
@@ -74,7 +74,7 @@ def crossing(run: Run, across: str) -> Run:
 
 
 def predicted_s(run: Run, grid: Grid) -> float:
-    """Seconds of a step on machines like these, simulated, with the replicas' messages, none of which are hidden."""
+    """Seconds of a step on machines like these, simulated, with what replicas send."""
     config, shape = run.config, run.config.mesh_shape
     batch = derive(config, config.num_shares)
     asked = ExplainConfig(

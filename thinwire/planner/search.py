@@ -16,10 +16,10 @@ from thinwire.planner.candidates import Candidate
 from thinwire.planner.cut import cut_model
 from thinwire.planner.memory import Recorded
 from thinwire.planner.stages import Grid, stages_of
-from thinwire.planner.twins import StageReplicas
+from thinwire.planner.twins import Twins
 
 # Raises ConfigError for a method that can't train so.
-ReplicatedOf = Callable[[Candidate], StageReplicas]
+TwinsOf = Callable[[Candidate], Twins]
 # What a candidate's method holds and sends on one rank of a part of the model.
 PlanOf = Callable[[Candidate, nn.Module], MethodPlan]
 
@@ -85,7 +85,7 @@ class Search:
 
 
 def search(
-    model: Llama, found: Iterable[Candidate], on: ReplicatedOf, plan_of: PlanOf, grid: Grid, seq_len: int,
+    model: Llama, found: Iterable[Candidate], on: TwinsOf, plan_of: PlanOf, grid: Grid, seq_len: int,
     memory_bytes: float | None = None, loss: str = "auto",
 ) -> Search:  # fmt: skip
     """Price candidates for stated links, and rank those whose fullest stage fits a rank's memory.
@@ -145,7 +145,7 @@ def ranked(
 
 
 def price(
-    model: Llama, way: Candidate, own: StageReplicas, plan_of: Callable[[nn.Module], MethodPlan], grid: Grid, seq_len: int,
+    model: Llama, way: Candidate, own: Twins, plan_of: Callable[[nn.Module], MethodPlan], grid: Grid, seq_len: int,
     loss: str,
 ) -> Priced:  # fmt: skip
     """The costs of one candidate for stated links. model: its shapes on a rank of the tensor axis."""

@@ -21,7 +21,7 @@ TWO = Topology(2, 1)
 
 
 @dataclass(frozen=True)
-class StageReplicas:
+class Twins:
     """A method on the replicas of a stage."""
 
     method: Method

@@ -14,7 +14,7 @@ from thinwire.errors import ConfigError
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.pipeline.across import ranks_across
 from thinwire.models import Llama, build_model, build_skeleton
-from thinwire.planner.explain import plan_on
+from thinwire.planner.mesh_plans import plan_on
 from thinwire.planner.options import ExplainConfig
 from thinwire.planner.stages import Grid, Stages, stages_of
 

@@ -55,7 +55,8 @@ def main() -> int:
         in_lab(spec, ["calibrate", "--models", "demo", "--out", str(folder / "machine.json")])
         found = plan(
             "demo", Machine.read(folder / "machine.json"), tokens_per_step=NODES * SEQUENCES * SEQ_LEN,
-            seq_len=SEQ_LEN, micro_batch=SEQUENCES, stages=args.stages, strategies=[args.strategy], axes=(), has_groups=False,
+            seq_len=SEQ_LEN, micro_batch=SEQUENCES, stages=args.stages, strategies=[args.strategy], axes=(),
+            has_groups=False,
         )  # fmt: skip
         way, took, orders = found.best.candidate, dict[tuple[int, ...], float](), list[dict[str, Any]]()
         print(f"planned: {way.flags} --order {' '.join(map(str, found.best.order))}", flush=True)

@@ -17,7 +17,7 @@ from thinwire.collectives import Communicator, Peers, WorldPeers
 from thinwire.compose.checks import checked_method
 from thinwire.compose.meshes import names_of, sizes_of
 from thinwire.errors import ConfigError
-from thinwire.hosts.pipeline.stage import StagePart, take_part
+from thinwire.hosts.pipeline.part import StagePart, take_part
 from thinwire.hosts.ranks import Axis
 from thinwire.hosts.stages import StageAxis, skeleton_of
 from thinwire.hosts.tensor import TensorAxis, check_same_copies, cut_parameters

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.compose.stage import Stage, check_passes
 from thinwire.hosts.interface import ParallelOptimizer
-from thinwire.hosts.pipeline.stage import PipelineStage, models_own
+from thinwire.hosts.pipeline.part import models_own
+from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.tensor import TensorAxis
 from thinwire.islands.optimizer import INSIDE
 from thinwire.table import Row, announce as announce_table
@@ -75,7 +76,7 @@ class PipelinedModel(Stage):
         """See Stage. The rows about the method of the data axis describe the replicas of one stage."""
         rows, num = self.optimizer.describe(), self.optimizer.comm.world_size
         own = [row for row in rows if row[0].startswith(INSIDE)] or rows
-        outer = [*self._rows, *self.pipeline.on_recompute, *(row for row in rows if row not in own)]
+        outer = [*self._rows, *self.pipeline.plans.on_recompute, *(row for row in rows if row not in own)]
         if num == 1:
             name, effect, _ = own[0]
             return [*outer, (name, effect, "one replica of each stage: it averages and sends nothing")]
@@ -91,7 +92,7 @@ class PipelinedModel(Stage):
         snapshot.pieces = {name: replace(piece, holders=self._holders) for name, piece in snapshot.pieces.items()}
         times = [self.pipeline.recoveries.get(stage, 0) for stage in range(self.pipeline.num_stages)]
         snapshot.common |= {"micro_batches": self.pipeline.num_before, "recoveries": times}
-        snapshot.common |= {"pipeline_plan": self.pipeline.plan_kept()}
+        snapshot.common |= {"pipeline_plan": self.pipeline.plans.kept()}
         return snapshot
 
     def restore(self, source: Source) -> None:
@@ -105,7 +106,7 @@ class PipelinedModel(Stage):
         elif any(times):
             source.note("larger learning rates of recovered stages", "dropped", "the stages are others")
         self.pipeline.restore(source.common.get("micro_batches", 0))
-        if told := self.pipeline.take_plan(source.common.get("pipeline_plan", {})):
+        if told := self.pipeline.plans.take(source.common.get("pipeline_plan", {})):
             source.note("paths of micro-batches", told, "they were planned for measured links")
 
     def adopt_weights(self, values: Mapping[str, Tensor]) -> None:

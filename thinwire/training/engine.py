@@ -23,7 +23,7 @@ from thinwire.data import BatchLoader, Tokenizer, documents_of, heldout_batches,
 from thinwire.data.loader import IGNORED
 from thinwire.device import Device
 from thinwire.hosts.offload.hollow import any_values, hollow
-from thinwire.hosts.pipeline.stage import LastLogits
+from thinwire.hosts.pipeline.forward import LastLogits
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import cut_loss, head_of
@@ -301,7 +301,7 @@ class Engine:
     def continuing(self) -> nn.Module:
         """The module that generates text."""
         pipeline = self.stage.pipeline
-        return self.model if pipeline is None else LastLogits(pipeline, self.model)
+        return self.model if pipeline is None else LastLogits(pipeline.forward, self.model)
 
     def continued(self, prompt: list[int], num_new: int) -> list[int]:
         """The prompt and the model's continuation. Call it on all ranks that share the first copy of the model."""

@@ -54,7 +54,7 @@ class Survivor:
         state: of its optimizer, weights included.
         weights: whole, by name, if its stage has replicas.
         norm, copies, recoveries: see PipelineStage.recover.
-        plan: see PipelineStage.plan_kept.
+        plan: see StagePlans.kept.
         lost_at: when it noticed the loss, on time.monotonic's clock.
         reporter: rank 0's.
     """
@@ -87,7 +87,7 @@ class Survivor:
         state = optimizer.state_dict()
         has_replicas = optimizer.comm.world_size > 1
         weights = {name: value.detach().clone() for name, value in pipeline.weights.items()} if has_replicas else {}
-        plan = pipeline.plan_kept()
+        plan = pipeline.plans.kept()
         return cls(start, state, weights, pipeline.norm, copies, pipeline.recoveries, plan, reporter, lost_at)
 
 
@@ -100,7 +100,7 @@ class Reunion:
         there: ranks that have kept their state.
         start: where all continue: at the step of the most advanced rank.
         norms, recoveries: see PipelineStage.recover.
-        plan: of the first of the most advanced ranks, along which all repeat the step; see PipelineStage.plan_kept.
+        plan: of the first of the most advanced ranks, along which all repeat the step; see StagePlans.kept.
         behind: stages that lack the last update before that, on some or all replicas.
         why_not: why the run must continue from a checkpoint; empty: it need not.
     """
@@ -177,7 +177,7 @@ class Reunion:
         else:
             set_random_state(survivor.start.random)
         pipeline.restore(start.num_before)
-        pipeline.take_plan(self.plan)
+        pipeline.plans.take(self.plan)
         return start.step
 
     def event(self, how: str, lost_at: float) -> MembershipEvent:

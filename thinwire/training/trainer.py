@@ -18,7 +18,8 @@ from thinwire.collectives.patience import patience
 from thinwire.device import Device
 from thinwire.errors import ConfigError
 from thinwire.hosts.experts.parallel import ExpertRanks
-from thinwire.hosts.pipeline.stage import PipelineStage, Prediction
+from thinwire.hosts.pipeline.plans import Prediction
+from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.sequence import SequenceRanks
 from thinwire.hosts.sequence.seams import heads_of
 from thinwire.methods.experts import way_text
@@ -501,16 +502,16 @@ class Trainer:
         if pipeline is None:
             return {}
         found = {"pipeline_s": pipeline.step_s, "bubble": 1 - pipeline.busy_s / max(pipeline.step_s, 1e-9)}
-        prediction = self._prediction
+        plans, prediction = pipeline.plans, self._prediction
         if prediction is not None:
             found |= {"predicted_pipeline_s": prediction.step_s, "predicted_bubble": prediction.bubbles[0]}
-        if pipeline.prediction is not prediction and self.reporter is not None:
-            why = f"a link has drifted, {pipeline.why_planned}; " if pipeline.why_planned else ""
+        if plans.prediction is not prediction and self.reporter is not None:
+            why = f"a link has drifted, {plans.why_planned}; " if plans.why_planned else ""
             self.reporter.progress.say(
-                f"{why}the pipeline from now on, simulated with the times of the step before: {pipeline.prediction}"
+                f"{why}the pipeline from now on, simulated with the times of the step before: {plans.prediction}"
             )
         # Of the steps that follow.
-        self._prediction = pipeline.prediction
+        self._prediction = plans.prediction
         if pipeline.trace and self.reporter is not None:
             self.reporter.timeline(pipeline.trace)
         # Of one step alone.

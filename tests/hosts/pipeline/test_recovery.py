@@ -71,8 +71,8 @@ def _row(rank: int, recover: str, lost: tuple[int, ...], tied: bool, layers: str
     train(stage, range(2))
     before, found["norm"] = weights_of(stage), stage.pipeline.norm
     # What is predicted is what is sent, with tied weights and copies of ends.
-    assert stage.pipeline.prediction is not None
-    links = stage.pipeline.prediction.timeline.link_bytes
+    assert stage.pipeline.plans.prediction is not None
+    links = stage.pipeline.plans.prediction.timeline.link_bytes
     predicted = sum(num for (source, _), num in links.items() if source == rank)
     assert predicted == stage.pipeline.sent_bytes(batches(0, STAGES))[rank]
     if layers == "1,2,1,1":
@@ -256,7 +256,7 @@ def test_a_survivor_goes_on_along_the_same_paths_and_draws_as_before_on_a_gpu_to
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: drawn)
     monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
-    engine.stage.pipeline.plan_kept.return_value = {"4": "paths"}
+    engine.stage.pipeline.plans.kept.return_value = {"4": "paths"}
     monkeypatch.setattr("thinwire.training.recovery.forget_groups", lambda: None)
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
     engine.optimizer.steps, engine.optimizer.comm.world_size = 3, 1
@@ -266,7 +266,7 @@ def test_a_survivor_goes_on_along_the_same_paths_and_draws_as_before_on_a_gpu_to
     assert reunion.lost == [0] and not reunion.why_not
     assert reunion.restore(survivor, engine, lambda step: step) == 3
     assert len(restored) == 1 and torch.equal(restored[0], drawn)
-    engine.stage.pipeline.take_plan.assert_called_once_with({"4": "paths"})
+    engine.stage.pipeline.plans.take.assert_called_once_with({"4": "paths"})
 
 
 def _cut_off(rank: int, world_size: int) -> dict[int, list[float]]:

@@ -17,7 +17,8 @@ from tests.hosts.pipeline.test_stage import EXACT, Alone, adamw, batches
 from tests.workers import run_workers
 from thinwire._compat import flattened
 from thinwire.errors import ConfigError
-from thinwire.hosts.pipeline.stage import PipelineStage, take_part
+from thinwire.hosts.pipeline.part import take_part
+from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.pipeline.vocabulary import HeadPass, SpreadRows, SpreadVocabulary, VocabularyRows, spread_rows
 from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.methods.pipeline import Plan, cut, in_flight, token_shares
@@ -91,7 +92,7 @@ def gradients(rank: int, name: str) -> Any:
     norm, loss = float(stage.reduce()), stage.optimizer.mean_loss
     tokens, targets = few(kind, batches(1, 1))[0]
     forward = float(whole(tokens, targets)), whole(tokens).numpy()
-    told = (found, norm, loss, forward, (sent, own.sent_bytes(given)[own.number]), own._runner(num).plan)
+    told = (found, norm, loss, forward, (sent, own.sent_bytes(given)[own.number]), own.plans.runner(num).plan)
     stage.close()
     return told
 

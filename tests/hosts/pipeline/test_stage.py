@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -19,10 +19,11 @@ from thinwire._compat import flattened
 from thinwire.cost import Network
 from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
-from thinwire.hosts.pipeline import memory, stage as stage_module
+from thinwire.hosts.pipeline import memory, plans as plans_module
 from thinwire.hosts.pipeline.memory import kept_by
+from thinwire.hosts.pipeline.part import check_trained, take_part
 from thinwire.hosts.pipeline.recovery import Holdings
-from thinwire.hosts.pipeline.stage import PipelineStage, check_trained, take_part
+from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.methods.pipeline import Costs, Pipeline, cut, fitted, simulate, token_shares
 from thinwire.methods.pipeline.drift import drifted, plan_from
@@ -112,9 +113,9 @@ def gradients(rank: int, name: str) -> Any:
     if name == "auto 4":
         # The second step's times choose again, and the row and the prediction name what runs.
         own.forward_backward(batches(1, num))
-        mode = mode_of(own._runner(num).plan)
-        assert own.on_recompute[0][1].startswith(f"{mode}: ")
-        assert own.prediction is not None and str(own.prediction).endswith(f"; recompute auto: {mode}")
+        mode = mode_of(own.plans.runner(num).plan)
+        assert own.plans.on_recompute[0][1].startswith(f"{mode}: ")
+        assert own.plans.prediction is not None and str(own.plans.prediction).endswith(f"; recompute auto: {mode}")
     stage.close()
     return found, norm, loss, forward
 
@@ -128,18 +129,18 @@ def settled_in_little_room(own: PipelineStage, num: int) -> None:
     with patch.object(memory, "free_bytes", lambda *_: free):
         (row,) = own.settle(on_meta)
     assert row[1].startswith("always") and "no choice fits" not in row[2], row
-    assert own._runner(num).plan == Pipeline(plan="1f1b", recompute="always").plan_of(4, num)
+    assert own.plans.runner(num).plan == Pipeline(plan="1f1b", recompute="always").plan_of(4, num)
     assert not own.settle(on_meta)
     # Last messages of sequences take memory of both sides of each border.
-    plain, part, rows = own.activations, own.part, own.on_recompute
+    plain, part, rows = own.plans.activations, own.plans.part, own.plans.on_recompute
     options = replace(part.options, forward="int8/64:nearest", delta=True, delta_mb=1)
-    own.part, own.activations = replace(part, options=options), None
+    own.plans.part, own.plans.activations = replace(part, options=options), None
     with patch.object(memory, "free_bytes", lambda *_: free):
         own.settle(on_meta)
-    assert plain is not None and own.activations is not None
-    less = [before - after for before, after in zip(plain.free, own.activations.free, strict=True)]
+    assert plain is not None and own.plans.activations is not None
+    less = [before - after for before, after in zip(plain.free, own.plans.activations.free, strict=True)]
     assert less == pytest.approx([1e6, 2e6, 2e6, 1e6])
-    own.part, own.activations, own.on_recompute = part, plain, rows
+    own.plans.part, own.plans.activations, own.plans.on_recompute = part, plain, rows
 
 
 def trained(rank: int, name: str) -> Any:
@@ -164,10 +165,10 @@ def trained(rank: int, name: str) -> Any:
         spent = stage.optimizer.meter.snapshot() - before
         probes.append(sum(spent.sent_by(f"probe_{way}") for way in ("forward", "backward")))
         sent.append(spent.sent_bytes - probes[-1])
-    assert stage.pipeline.prediction is not None
-    links = stage.pipeline.prediction.timeline.link_bytes
+    assert stage.pipeline.plans.prediction is not None
+    links = stage.pipeline.plans.prediction.timeline.link_bytes
     stage.optimizer.check_replicas()
-    borders = stage.pipeline._runner(2).sent_bytes(batches(0, 2, 0, 2))
+    borders = stage.pipeline.plans.runner(2).sent_bytes(batches(0, 2, 0, 2))
     found = {
         "weights": {key: param.detach().numpy().copy() for key, param in whole.named_parameters()},
         "place": (mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()),
@@ -212,22 +213,22 @@ def replanned(rank: int) -> Any:
         send()
 
     noted = patch.object(stage.optimizer, "send_accumulated", send_accumulated)
-    with noted, patch.multiple(stage_module, MEASURED_EVERY=2, measured_links=measured_links):
+    with noted, patch.multiple(plans_module, MEASURED_EVERY=2, measured_links=measured_links):
         for step in range(6):
             stage.forward_backward(batches(step, 6))
             stage.step(0.5)
-            found.append((own._runner(6).plan, own.network, own.why_planned))
-    kept = json.loads(json.dumps(own.plan_kept()))
+            found.append((own.plans.runner(6).plan, own.plans.network, own.plans.why_planned))
+    kept = json.loads(json.dumps(own.plans.kept()))
     # Links are free of gradients while they are measured.
     assert order == ["gradients", *["links", "gradients", "gradients"] * 2, "links", "gradients"]
     assert list(kept) == ["6"] and plan_from(kept["6"]) == (found[-1][0], slow)
     # A step of another number of micro-batches has a plan for these links too, though none has drifted.
-    other = patch.multiple(stage_module, MEASURED_EVERY=1, measured_links=lambda *_, all_pairs: slow)
+    other = patch.multiple(plans_module, MEASURED_EVERY=1, measured_links=lambda *_, all_pairs: slow)
     with other:
         stage.forward_backward(batches(6, 4))
         stage.step(0.5)
-    assert not own.why_planned and own.network == slow and list(own.plan_kept()) == ["4", "6"]
-    assert own._runner(4).plan != own._plan_of(4)
+    assert not own.plans.why_planned and own.plans.network == slow and list(own.plans.kept()) == ["4", "6"]
+    assert own.plans.runner(4).plan != own.plans.plan_of(4)
     checked_taken(own, kept, slow)
     stage.close()
     return found
@@ -238,11 +239,10 @@ def checked_taken(own: PipelineStage, kept: dict[str, Any], links: Network) -> N
     part = own.part
 
     def taken(**options: Any) -> tuple[str, bool, bool]:
-        own.part, own.network = replace(part, options=replace(part.options, **options)), None
-        own._runners.clear()
-        own._fitted.clear()
-        told = own.take_plan(kept)
-        return told, own.network == links, own._runner(6).plan == plan_from(kept["6"])[0]
+        own.plans.part, own.plans.network = replace(part, options=replace(part.options, **options)), None
+        own.plans.forget()
+        told = own.plans.take(kept)
+        return told, own.plans.network == links, own.plans.runner(6).plan == plan_from(kept["6"])[0]
 
     assert taken() == ("taken over for steps of 6 micro-batches, until links drift", True, True)
     said = "dropped: they were made for skip 0.25, recompute never, and this run has skip 0.5, recompute always"
@@ -250,7 +250,7 @@ def checked_taken(own: PipelineStage, kept: dict[str, Any], links: Network) -> N
     told, *is_taken = taken(in_flight=2)
     assert told == "dropped: they were made for in_flight None, and this run has in_flight 2" and not any(is_taken)
     assert taken(skip=0.0)[0] == "dropped: no stage is skipped now"
-    own.part = part
+    own.plans.part = part
 
 
 def unvisited(rank: int) -> bool:
@@ -261,7 +261,7 @@ def unvisited(rank: int) -> bool:
     options = thinwire.Pipeline(head="first", skip=0.25, **EXACT)
     stage: Any = thinwire.parallelize(whole, optimizer, mesh, [options, thinwire.Zero()], local_size=1, announce=False)
     own: PipelineStage = stage.pipeline
-    own._runners[4] = own._running(fitted((0, 1, 2, 3, 0), [(0, 1, 3, 4), (0, 3, 1, 4)] * 2, Costs.even(5)))
+    own.plans._runners[4] = own.running(fitted((0, 1, 2, 3, 0), [(0, 1, 3, 4), (0, 3, 1, 4)] * 2, Costs.even(5)))
     before = {name: weight.detach().clone() for name, weight in own.weights.items()}
     stage.forward_backward(batches(0, 4))
     stage.step(0.5)
@@ -337,6 +337,18 @@ def test_paths_are_planned_for_measured_links_and_anew_when_one_drifts(ranks: li
     # As many bytes a second, each message later.
     assert "MB/s and 50 ms where" in drifted(networks[4], Network.even(4, rate=1e8, delay_s=0.05), step)
     assert not drifted(networks[4], Network.even(4, rate=1e8, delay_s=1e-5), step)
+
+
+def test_replicas_that_skip_are_said_to_keep_to_themselves() -> None:
+    own = MagicMock()
+    own.part.options, own.part.made = Pipeline(head="first", skip=0.33), cut(model(), 3, head="first")
+    own.part.tied, own.ends = {}, None
+    told = {}
+    for own.optimizer.comm.world_size in (1, 2):
+        rows = PipelineStage.describe(own)
+        told[own.optimizer.comm.world_size] = [effect for asked, effect, _ in rows if asked.startswith("skip")]
+    assert told[1] == ["2 of 3 stages for each micro-batch"]
+    assert told[2] == [*told[1], "each keeps its micro-batches to its own ranks"]
 
 
 def test_a_stage_that_nobody_visits_keeps_its_weights(ranks: list[dict[str, Any]]) -> None:

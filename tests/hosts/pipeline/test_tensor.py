@@ -18,7 +18,8 @@ from tests.workers import run_workers
 from thinwire._compat import flattened
 from thinwire.errors import ConfigError
 from thinwire.hosts.agreeing import AgreeingOptimizer
-from thinwire.hosts.pipeline.stage import PipelineStage, take_part
+from thinwire.hosts.pipeline.part import take_part
+from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.hosts.tensor import TensorAxis, cut_parameters
 from thinwire.methods.pipeline import token_shares

@@ -132,8 +132,8 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
             ["weights 'int99' of SDP4Bit", "--workers 0: must"],
         ),
         (
-            ["train", "--mesh", "data=2,tensor=2", "--workers", "4", "--tensor", "3", "--stages", "2"],
-            ["--tensor 3 and --mesh", "--stages 2 and --mesh"],
+            ["train", "--mesh", "data=2,tensor=2", "--workers", "4", "--tensor", "1", "--stages", "2"],
+            ["--tensor 1 and --mesh", "--stages 2 and --mesh"],
         ),
         (["plan", "--model", "tinny"], ["machine.json: No such file", "model 'tinny': no such preset"]),
     ],

@@ -108,6 +108,9 @@ def test_a_switch_may_be_said_again_or_taken_back(tmp_path: Path) -> None:
         (["--keep-best", "auto"], r"--keep-best auto: takes no value"),
         (["--resume", "missing.toml"], r"missing\.toml does not exist"),
         (["--memory", "2", "gb"], r"configuration file gb does not exist; a size is one word, such as 2gb"),
+        (["--resume", "/dev"], r"--resume /dev: takes no folder, .*; nearest: --resume --run-dir /dev"),
+        (["/dev"], r"configuration file /dev: is a folder, and must be a file; it holds no \.toml file"),
+        (["/dev/null/x"], r"configuration file /dev/null/x can't be read: Not a directory"),
     ],
 )
 def test_a_switch_takes_no_value(args: list[str], message: str) -> None:

@@ -22,6 +22,8 @@ SMALL = (
     "--eval-sequences", "8", "--sample-tokens", "2", "--timeout", "120", "--local-size", "1",
     "--steps", str(STEPS),
 )  # fmt: skip
+# Wrong, each by itself.
+NO_STEP = ("--pipeline.backward", "int4/7", "--pipeline.in-flight", "0", "--tokens-per-step", "100")
 EXACT = "--pipeline.forward fp32 --pipeline.backward fp32"
 STOP = f"--stop-at {SAVED}"
 # A step that changes no weight: what is saved after it is what was loaded.
@@ -184,7 +186,24 @@ def test_a_run_that_skips_stages_goes_on_along_the_same_paths(runs: RunsOfRanks)
         (("--stages", "4", "--strategy", "fsdp", "--pipeline.skip", "0.25"), "fsdp can't train the stages"),
         (("--stages", "2", "--pipeline.layers", "3,2"), "must be 2 numbers .* that add up to the model's 4 layers"),
         (("--stages", "4", "--pipeline.plan", "dualpipe-v"), "4 stages, 2 chunk"),
-        (("--stages", "2", "--pipeline.plan", "dualpipe-v", "--tokens-per-step", "128"), "nearest that works: 4"),
+        (
+            ("--stages", "2", "--pipeline.plan", "dualpipe-v", "--tokens-per-step", "128"),
+            "dualpipe-v needs at least as many as chunks of layers, 2 on each rank, so 4; nearest that works: 4",
+        ),
+        (("--stages", "2", "--pipeline.in-flight", "0"), "in_flight 0: must be at least 1; nearest: 1"),
+        (
+            ("--stages", "2", "--pipeline.backward", "int4/7"),
+            "groups of 7 .* the 64 features of a token; nearest: .int4/4",
+        ),
+        # All at once, whatever is wrong beside it.
+        (
+            ("--stages", "4", "--llama.num-hidden-layers", "3", *NO_STEP),
+            "(?s)in_flight 0: .*a multiple of seq_len.*groups of 7 .*the model has 3 layers",
+        ),
+        (
+            ("--stages", "5", "--tensor", "3"),
+            "(?s)must divide the 4 ranks.*5 stages: the model has 4 layers.*heads 4: .*key_value_heads 2: must",
+        ),
         (("--stages", "2", "--strategy", "fsdp"), "fsdp can't train the stages of a pipeline: it would gather"),
         (("--stages", "2", "--strategy", "one-byte"), "one-byte can't train the stages of a pipeline"),
         (("--stages", "2", "--strategy", "diloco", "--local-size", "1"), "islands of 1 ranks can't be cut so"),

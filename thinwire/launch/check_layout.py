@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from torch import nn
 
@@ -18,14 +21,14 @@ from thinwire.methods.experts import check_data_method
 from thinwire.methods.pipeline.across import REPLICAS
 from thinwire.methods.pipeline.cut import layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside
-from thinwire.methods.pipeline.options import check_stages
+from thinwire.methods.pipeline.options import Pipeline, check_stages
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import Shape, check_strategy, choose_layout
 from thinwire.models.hf import check_hf
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES
 from thinwire.models.tensor import check_cut
-from thinwire.options import LLAMA, MOE, PIPELINE
+from thinwire.options import MOE, PIPELINE, made, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.run.config import AUTO, TrainConfig, check_num_ranks, derive
 from thinwire.run.run import Run, island_size
@@ -59,11 +62,57 @@ def check_tensor(config: TrainConfig, model: nn.Module | None) -> None:
             f"--local-size {config.local_size}: a tensor axis of {size} ranks would span nodes, and its sums in each "
             f"layer cross the network; nearest: --local-size {size}"
         )
-    if config.model.startswith("hf:"):
-        problems.note(check_cut, check_hf(config.model.removeprefix("hf:"), 1, 1, {}), size)
-    elif isinstance(model, Llama):
-        problems.note(check_cut, model.config, size)
+    problems.note(check_matrices, config, model, size)
     problems.raise_any()
+
+
+def check_matrices(config: TrainConfig, model: nn.Module | None, size: int) -> None:
+    """Raise ConfigError for a model whose matrices `size` ranks can't cut."""
+    if config.model.startswith("hf:"):
+        check_cut(check_hf(config.model.removeprefix("hf:"), 1, 1, {}), size)
+    elif isinstance(model, Llama):
+        check_cut(model.config, size)
+
+
+def check_cuts(config: TrainConfig, model: nn.Module | None) -> None:
+    """Raise ConfigError, with all reasons, for stages and tensor ranks that no mesh could make fit the model."""
+    problems = Problems()
+    if isinstance(config.stages, int) and config.stages > 1:
+        problems.note(check_layers, config, made(Pipeline, sound_options(config)), config.stages, model)
+    if isinstance(config.tensor, int) and config.tensor > 1:
+        problems.note(check_matrices, config, model, config.tensor)
+    problems.raise_any()
+
+
+def check_layers(
+    config: TrainConfig, options: Pipeline, stages: int, model: nn.Module | None, micro_batches: int | None = None
+) -> None:
+    """Raise ConfigError, with all reasons, for stages that do not fit the model, or a step of so many micro-batches."""
+    num_layers: int | None = None
+    stated = getattr(model, "config", None)
+    if config.model.startswith("hf:"):
+        stated = check_hf(config.model.removeprefix("hf:"), 1, 1, {})
+        num_layers = getattr(stated, "num_hidden_layers", None)
+    elif model is not None:
+        num_layers = len(layer_list(model)[1])
+    table = model_table(config.model)
+    more_layers = f"--{table}.num-hidden-layers" if table else ""
+    check_stages(options, stages, num_layers, micro_batches, more_layers, getattr(stated, "hidden_size", None))
+
+
+def sound_options(config: TrainConfig) -> Mapping[str, Any]:
+    """The stated options of a pipeline; if they can't work together, those that can alone; if these can't, none."""
+    stated = config.tables.get(PIPELINE, {})
+    alone = {name: value for name, value in stated.items() if is_sound({name: value})}
+    return next(options for options in (stated, alone, {}) if is_sound(options))
+
+
+def is_sound(options: Mapping[str, Any]) -> bool:
+    """Whether a pipeline can have these options."""
+    with suppress(ConfigError):
+        made(Pipeline, options)
+        return True
+    return False
 
 
 def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> None:
@@ -73,11 +122,9 @@ def check_pipeline(config: TrainConfig, run: Run, model: nn.Module | None) -> No
         return
     if config.compile:
         problems.messages.append("--compile: the layers of a pipeline's stages are not compiled; leave it out")
-    num_layers = None if model is None else len(layer_list(model)[1])
-    more_layers = "--llama.num-hidden-layers" if LLAMA in run.used_tables else ""
-    with problems.collect():
-        accumulation = derive(config, config.num_shares).accumulation
-        check_stages(run.pipeline, shape.pipeline, num_layers, accumulation, more_layers)
+    batch = problems.note(derive, config, config.num_shares)
+    accumulation = None if batch is None else batch.accumulation
+    problems.note(check_layers, config, run.pipeline, shape.pipeline, model, accumulation)
     if run.recovers and config.minutes is not None:
         problems.messages.append(
             f"--minutes {config.minutes:g} with recover: a restarted process would choose another number of "

@@ -19,10 +19,12 @@ from thinwire.run.run_dir import RunDir
 def refuse_early(stated: Stated, problems: Problems) -> None:
     """Raise ConfigError with everything that is wrong with the flags alone.
 
-    If a file states values too, or torch is loaded already, it does nothing: later checks report all problems at once.
+    It does nothing if a file states values too, if stages or tensor ranks are asked for, or if torch is loaded already:
+    later checks report all problems at once.
     """
     flags = stated[""]
-    if "torch" in sys.modules or "config_file" in flags or flags.get("resume"):
+    layers_are_cut = flags.keys() & {"stages", "tensor"}
+    if "torch" in sys.modules or "config_file" in flags or flags.get("resume") or layers_are_cut:
         return
     config = replace(TrainConfig(), **flags)
     problems.messages += range_errors(config)

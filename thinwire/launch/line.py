@@ -77,6 +77,11 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
     check_length(flags, "", problems)
     path = flags.pop("config_file", None)
     asked = replace(TrainConfig(), **flags)
+    if path is not None and asked.resume and Path(path).is_dir():
+        raise ConfigError(
+            *problems.messages,
+            f"--resume {path}: takes no folder, which is that of --run-dir; nearest: --resume --run-dir {path}",
+        )
     if path is None and asked.resume:
         own = RunDir(asked.run_dir).config(asked.node)
         path = str(own) if own.is_file() else None

@@ -22,6 +22,7 @@ from thinwire.launch.apart import apart
 from thinwire.launch.check_layout import (
     capacity_rows,
     check_choice,
+    check_cuts,
     check_expert_ranks,
     check_grid,
     check_mesh,
@@ -30,6 +31,7 @@ from thinwire.launch.check_layout import (
     check_planned_late,
     check_sequence,
     check_tensor,
+    sound_options,
 )
 from thinwire.launch.check_memory import check_residency
 from thinwire.launch.check_parts import (
@@ -99,24 +101,30 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
     with problems.collect():
         model = check_model(config)
         if run is not None and model is not None:
-            run.strategy.check_model(model)
+            problems.note(run.strategy.check_model, model)
+        try:
+            sizes = config.mesh_shape.sizes
+        except ConfigError:
+            problems.note(check_cuts, config, model)
+            raise
         if model is not None:
-            check_axes(model, config.mesh_shape.sizes)
+            problems.note(check_axes, model, sizes)
         if config.mesh_shape.tensor > 1:
             problems.note(check_tensor, config, model)
         if config.tensor == AUTO and not config.chooses_stages:
-            raise ConfigError(f"--tensor {AUTO} is found beside the stages; nearest: --stages {AUTO} --tensor {AUTO}")
+            near = f"--stages {AUTO} --tensor {AUTO}"
+            problems.messages.append(f"--tensor {AUTO} is found beside the stages; nearest: {near}")
         if config.is_planned_late:
-            check_planned_late(config, model)
+            problems.note(check_planned_late, config, model)
         elif run is not None and not wrong_numbers and config.chooses_stages:
-            check_choice(config, run, model)
+            problems.note(check_choice, config, run, model)
         elif run is not None and not wrong_numbers:
-            check_pipeline(config, run, model)
+            problems.note(check_pipeline, config, run, model)
             if run.pipeline is not None:
-                check_recovers(run.pipeline, run.strategy, config.mesh_shape.sizes)
-                check_spread(run.pipeline, run.strategy, config.mesh_shape.sizes)
-        elif not wrong_numbers and not config.chooses_stages and (bare := without_options(config)) is not None:
-            check_pipeline(config, bare, model)
+                problems.note(check_recovers, run.pipeline, run.strategy, sizes)
+                problems.note(check_spread, run.pipeline, run.strategy, sizes)
+        elif not wrong_numbers and not config.chooses_stages and (bare := with_sound_options(config)) is not None:
+            problems.note(check_pipeline, config, bare, model)
         if run is not None and not wrong_numbers and model is not None:
             check_sequence(config, run, model)
             check_expert_ranks(config, run, model)
@@ -128,10 +136,10 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
     return run
 
 
-def without_options(config: TrainConfig) -> Run | None:
-    """The run with a pipeline's default options, so that faults in those stated hide no others; None: more is wrong."""
+def with_sound_options(config: TrainConfig) -> Run | None:
+    """The run with a pipeline's sound options alone, so that faults in others hide none; None: more is wrong."""
     with suppress(ConfigError):
-        return Run.of(replace(config, tables={key: own for key, own in config.tables.items() if key != PIPELINE}))
+        return Run.of(replace(config, tables={**config.tables, PIPELINE: sound_options(config)}))
     return None
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Llama
 from thinwire.models.vocabulary import cut_vocabulary, ends_of, why_whole_vocabulary
@@ -36,13 +36,15 @@ def check_cut(config: Any, size: int) -> None:
 
     config: a LlamaConfig, or that of a model of transformers, which must say how its matrices are cut.
     """
+    problems = Problems()
     for what in DIVIDED:
         value = getattr(config, what, None) or size
         if value % size:
             fits = max(n for n in range(1, size + 1) if value % n == 0)
-            raise ConfigError(
+            problems.messages.append(
                 f"a tensor axis of {size} ranks can't cut {what} {value}: must divide it; nearest: {fits}"
             )
+    problems.raise_any()
     if hasattr(config, "model_type"):
         plan_of(config)
 

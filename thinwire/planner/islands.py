@@ -42,7 +42,9 @@ def around(pricing: Pricing, way: Candidate) -> IslandsMethod:
     assert isinstance(outer, IslandsMethod)
     method = replace(outer, inner=pricing.methods[way.strategy])
     if way.stages > 1:
-        check_stages(way.pipeline, way.stages, len(pricing.model.model.layers))
+        check_stages(
+            way.pipeline, way.stages, len(pricing.model.model.layers), features=pricing.model.config.hidden_size
+        )
         check_inside(method, way.replicas)
     if way.tensor > 1:
         check_on_mesh(method)

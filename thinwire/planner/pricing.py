@@ -187,7 +187,8 @@ class Pricing:
         if way.experts > 1:
             check_data_method(method)
         if way.stages > 1:
-            check_stages(way.pipeline, way.stages, len(self.model.model.layers))
+            layers, features = len(self.model.model.layers), self.model.config.hidden_size
+            check_stages(way.pipeline, way.stages, layers, features=features)
             check_inside(method, way.replicas)
 
     def staged(self, way: Candidate, order: RankOrder) -> Staged:

@@ -176,7 +176,7 @@ def stages_of(
     None: nothing. dtype: the compute type. Raises ConfigError for stages, layers and micro-batches that do not fit each
     other.
     """
-    check_stages(options, stages, len(model.model.layers))
+    check_stages(options, stages, len(model.model.layers), features=model.config.hidden_size)
     parts, sizes = cut_parts(model, options, stages, seq_len, tensor)
     home = options.home(stages)
     even = costs_of(model, options, sizes, home, batch, seq_len, grid.flops, loss, tensor, sequence, dtype)

@@ -39,7 +39,13 @@ def read_toml(path: Path, problems: Problems) -> TrainConfig:
         if str(path).lower() in UNITS_OF_BYTES:
             hint = f"; a size is one word, such as 2{path}"
         raise ConfigError(f"configuration file {path} does not exist{hint}") from None
-    except (OSError, ValueError) as error:
+    except IsADirectoryError:
+        inside = [str(other) for other in sorted(path.glob("*.toml"))]
+        near = f"nearest: {inside[0]}" if inside else "it holds no .toml file"
+        raise ConfigError(f"configuration file {path}: is a folder, and must be a file; {near}") from None
+    except OSError as error:
+        raise ConfigError(f"configuration file {path} can't be read: {error.strerror}") from None
+    except ValueError as error:
         raise ConfigError(f"configuration file {path}: {error}") from None
     return parse_toml(text, str(path), problems)
 

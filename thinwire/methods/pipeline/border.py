@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs import Codec
 from thinwire.codecs.random import derive_seed
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, Problems
 from thinwire.methods.options import FP32, codec_or_none
 
 
@@ -39,13 +39,15 @@ class Crossing:
 
     def check(self, features: int) -> None:
         """Raise ConfigError unless groups lie inside a token of `features` elements: tokens must not share errors."""
+        problems = Problems()
         for direction in ("forward", "backward"):
             codec = self.codec(direction)
             if codec is not None and features % codec.block:
-                raise ConfigError(
+                problems.messages.append(
                     f"{direction} {getattr(self, direction)!r}: its groups of {codec.block} elements don't divide the "
                     f"{features} features of a token; nearest: {_nearest_group(codec, features)}"
                 )
+        problems.raise_any()
 
     def packet_bytes(self, direction: str, num_elements: int, dtype: torch.dtype) -> int:
         """Largest size in bytes of a message of `num_elements` elements."""

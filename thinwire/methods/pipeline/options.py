@@ -97,9 +97,10 @@ class Pipeline:
                 "delta: nothing is rounded forward; nearest: forward 'int8/64:nearest', or no delta"
             )
         if self.delta_mb < 1:
-            problems.messages.append(f"delta_mb {self.delta_mb}: must be at least 1")
+            problems.messages.append(f"delta_mb {self.delta_mb}: must be at least 1; nearest: 1")
         if self.in_flight is not None and (self.plan != FITTED or self.in_flight < 1):
-            why = "must be at least 1" if self.plan == FITTED else f"plan {self.plan!r} has its own; nearest: 'fitted'"
+            own = f"plan {self.plan!r} has its own; nearest: 'fitted'"
+            why = "must be at least 1; nearest: 1" if self.plan == FITTED else own
             problems.messages.append(f"in_flight {self.in_flight}: {why}")
         if self.head == "first" and self.plan != FITTED:
             problems.messages.append(
@@ -277,13 +278,15 @@ class Pipeline:
 
 def check_stages(
     options: Pipeline, stages: int, num_layers: int | None = None, micro_batches: int | None = None,
-    more_layers: str = "",
+    more_layers: str = "", features: int | None = None,
 ) -> None:  # fmt: skip
-    """Raise ConfigError, with all reasons, for stages, layers and micro-batches that don't fit each other.
+    """Raise ConfigError, with all reasons, for stages, layers, micro-batches and codecs that don't fit each other.
 
-    more_layers: the flag that sets the model's number of layers; empty: there is none.
+    more_layers: the flag that sets the model's number of layers; empty: there is none. features: of a hidden state.
     """
     problems = Problems()
+    if features is not None:
+        problems.note(options.crossing(0).check, features)
     chunks = options.num_chunks(stages)
     if num_layers is not None and chunks > num_layers:
         each = f", {chunks // stages} chunk(s) on each" if chunks > stages else ""

@@ -100,11 +100,22 @@ def from_torch(schedule: str, chunks_per_rank: int, num_ranks: int, num_micro_ba
     except ValueError as error:
         near = _nearest_that_works(schedule, chunks_per_rank, num_ranks, num_micro_batches)
         advice = f"; nearest that works: {near}" if near else ""
-        raise ConfigError(f"{num_micro_batches} micro-batches on {num_ranks} ranks: {error}{advice}") from None
+        rule = _rule(schedule, chunks_per_rank, num_ranks, num_micro_batches) or str(error)
+        raise ConfigError(f"{num_micro_batches} micro-batches on {num_ranks} ranks: {rule}{advice}") from None
     home = {chunk: rank for rank, table in enumerate(tables) for _, chunk, _ in table}
     orders = tuple(ordered(table) for table in tables)
     paths = straight(len(home), num_micro_batches)
     return Plan(tuple(home.get(chunk, 0) for chunk in range(len(home))), paths, orders)
+
+
+def _rule(schedule: str, chunks_per_rank: int, num_ranks: int, num_micro_batches: int) -> str:
+    """What a schedule asks of a number of micro-batches, in words; empty: torch says it."""
+    chunks, rounds = chunks_per_rank * num_ranks, max(1, num_micro_batches // num_ranks)
+    if schedule == "DualPipeV" and num_micro_batches < chunks:
+        return f"dualpipe-v needs at least as many as chunks of layers, {chunks_per_rank} on each rank, so {chunks}"
+    if num_micro_batches % rounds:
+        return f"interleaved orders take a multiple of their rounds, {num_micro_batches} // {num_ranks} = {rounds}"
+    return ""
 
 
 def _nearest_that_works(schedule: str, chunks_per_rank: int, num_ranks: int, num_micro_batches: int) -> int | None:

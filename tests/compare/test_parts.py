@@ -462,3 +462,11 @@ def test_a_record_goes_on_only_with_the_same_race(tmp_path: Path) -> None:
     (tmp_path / "compare.json").write_text('{"record": 3}')
     with pytest.raises(ConfigError, match="can't be read"):
         load_record(tmp_path, settings)
+
+
+def test_first_steps_that_are_of_another_kind_are_named() -> None:
+    race, train = RaceConfig(), TrainConfig(steps=30)
+    contestants = read_contestants("zero,powersgd,late=powersgd[start_step=40]", Problems(), train)
+    told = {asked: effect for asked, effect, _ in rows_of(race, train, train, contestants)}
+    assert told["first 10 steps of powersgd"] == "not timed" and not any(asked.endswith("of late") for asked in told)
+    assert "no step is timed" in told.values()

@@ -23,7 +23,7 @@ from thinwire.compare.checks import (
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.options import RaceConfig
 from thinwire.data import load_tokenizer
-from thinwire.errors import Problems
+from thinwire.errors import Problems, counted
 from thinwire.flags import flag
 from thinwire.lab import LabSpec
 from thinwire.launch.machine import choose_dtype, threads_per_worker
@@ -218,6 +218,9 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
         if contestant.strategy:
             run = Run.of(contestant.config(train))
             yield from ((option, "no step is timed", why) for option, _, why in late_rows(run))
+            if 0 < (begun := run.strategy.settled_after) < train.steps:
+                why = "it sends in another way until then; minutes to the target and the bytes of a step leave that out"
+                yield f"first {counted(begun, 'step')} of {contestant.name}", "not timed", why
             # Those of the shared configuration are told above.
             for option, effect, why in unused_rows(run) if contestant.has_layout else ():
                 if option.removeprefix("--").replace("-", "_") in contestant.options:

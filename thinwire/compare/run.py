@@ -137,7 +137,7 @@ class RaceRunner:
         command, (first, *others) = alone_command(self.plan, seed), alone_dirs(self.plan, seed)
         files = Files.of(self.plan.out, COMPUTE, seed)
         begin = replace(self._start(command, files, turn, stop=0, last_step=0), metrics=first / "metrics.jsonl")
-        self.board.leg(COMPUTE, seed, turn, num_alone_steps(self.plan))
+        self.board.leg("computing alone", seed, turn, num_alone_steps(self.plan))
         _, failed = run_leg(self.network, begin, self.wish, self.board.step)
         steps = [record for path in (first, *others) for record in read_metrics(path / "metrics.jsonl")[WARM_UP_STEPS:]]
         if steps and not failed and not self.wish.signum:

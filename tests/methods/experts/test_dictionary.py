@@ -77,7 +77,7 @@ def test_in_each_layer_ranks_wait_for_its_own_busiest_expert() -> None:
     assert seconds(*layers) > 1.2 * seconds(average)
     # Layers that are computed again send a forward's rows twice, and take its seconds twice.
     again = replace(ROWS, forwards=2)
-    way, both = ExpertParallel(4, route="once"), [SIZES["part_numel"], SIZES["local_size"]]
+    way, both = ExpertParallel(4, route="once"), (SIZES["part_numel"], SIZES["local_size"])
     forward, trained, recomputed = (
         sum(sent(PLACE, rows, way, *both, in_training=trains).values())
         for rows, trains in ((ROWS, False), (ROWS, True), (again, True))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from thinwire.cost.links import Line, Links
-from thinwire.methods.experts import MEASURE, ExpertParallel, ExpertPlacement, Rows, WayDictionary, way_text
-from thinwire.methods.experts.choice import choose_way
+from thinwire.methods.experts import MEASURE, ExpertParallel, ExpertPlacement, Rows, WayDictionary, sent, way_text
+from thinwire.methods.experts.choice import choose_way, pass_s
 from thinwire.methods.experts.dictionary import WINDOW
 
 PLACE = ExpertPlacement(8, 4)
@@ -75,6 +75,17 @@ def test_in_each_layer_ranks_wait_for_its_own_busiest_expert() -> None:
 
     assert seconds(*layers) == pytest.approx(sum(map(seconds, layers)) / 3)
     assert seconds(*layers) > 1.2 * seconds(average)
+    # Layers that are computed again send a forward's rows twice, and take its seconds twice.
+    again = replace(ROWS, forwards=2)
+    way, both = ExpertParallel(4, route="once"), (SIZES["part_numel"], SIZES["local_size"])
+    forward, trained, recomputed = (
+        sum(sent(PLACE, rows, way, *both, in_training=trains).values())
+        for rows, trains in ((ROWS, False), (ROWS, True), (again, True))
+    )
+    assert recomputed == trained + forward > trained
+    once_s, twice_s = (choose_way(one, PLACE, rows, links=LINKS, **SIZES)[one] for rows in (ROWS, again))
+    forward_s = pass_s(one, PLACE, ROWS, *both, LINKS, is_backward=False)
+    assert twice_s == pytest.approx(once_s + forward_s)
     # No more tokens enter a node than have rows there, and all that have.
     few = ROWS.uneven([[0] * 4 + [512, 512, 0, 0]] * 4)
     assert few.entering == [[0, 512]] * 4 and few.counts[0][4] == 512

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,6 +64,10 @@ def test_bytes_are_the_papers() -> None:
         assert of_first == 2 * 4 * 4 * (ranks - 1) * 1024 * 128 // ranks**2
         of_first = sum(n for (a, _), n in sent(SequenceLayout(1, ranks), shape).items() if a == 0)
         assert of_first == 3 * 4 * (ranks - 1) * 2 * 128 * 1024 // ranks
+        # Layers that are computed again: a forward is a half of the exchange of heads, and a third of a ring's bytes.
+        for layout, more in ((SequenceLayout(ranks, 1), 3 / 2), (SequenceLayout(1, ranks), 4 / 3)):
+            once, twice = (sum(sent(layout, replace(shape, forwards=num)).values()) for num in (1, 2))
+            assert twice == more * once
 
 
 def test_auto_takes_what_the_links_carry_soonest() -> None:

@@ -278,7 +278,8 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     codecs = (*run.codecs, *(Pipeline().codecs if config.is_planned_late else ()))
     if run.residency is not None and run.residency.memory_bytes is not None:
         # What a compiler leaves in memory would count against the budget of a worker that prepares the run itself.
-        apart(lambda: (warm(codecs), checksum.warm()))
+        apart(lambda: warm(codecs))
+        apart(checksum.warm)
     warm(codecs)
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     if run.residency is not None and run.residency.durable and not config.resume:

@@ -44,6 +44,23 @@ def test_records_come_back_from_disk_and_memory(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_first_record_is_read_before_it_is_asked_for_and_only_once(tmp_path: Path) -> None:
+    own = shelf(tmp_path)
+    for number in own.each():
+        own.take(number)["m"].fill_(number)
+        own.put(number)
+    own.flush()
+    own.begin()
+    # Reads follow one another on one thread.
+    own._reader.submit(int).result()
+    assert own.meter.snapshot().read_bytes == 2 * 1024 * 4
+    for number in own.each():
+        assert bool((own.take(number)["m"] == number).all())
+        own.leave(number)
+    assert own.meter.snapshot().read_bytes == 5 * 2 * 1024 * 4
+    own.close()
+
+
 @pytest.mark.parametrize("codec", [Integer(8, 64), Integer(4, 128, scale="bf16"), Integer(3, 1024)], ids=str)
 def test_coded_numbers_are_rounded_alike_wherever_they_lie(tmp_path: Path, codec: Integer) -> None:
     coding = {"master": PLAIN, "m": Coding(codec), "v": Coding(codec, of_roots=True)}

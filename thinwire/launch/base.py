@@ -33,7 +33,8 @@ def main() -> None:
         work(Path(path))
         return
     # As before a run: a compiler's memory is none of a worker's.
-    apart(lambda: (warm(SDP4Bit().codecs), checksum.warm()))
+    apart(lambda: warm(SDP4Bit().codecs))
+    apart(checksum.warm)
     with ForkServer("thinwire.launch.preload") as server:
         code = server.start(["thinwire.launch.base", path, "worker"], dict(os.environ)).wait()
     raise SystemExit(code)

@@ -291,7 +291,8 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
 
     if run.residency is not None and run.residency.memory_bytes is not None:
         # What a compiler leaves in memory would count against the budget of a worker that prepares the run itself.
-        apart(lambda: (compile_kernels(), checksum.warm()))
+        apart(compile_kernels)
+        apart(checksum.warm)
     compile_kernels()
     RunDir(config.run_dir).claim(config.node, to_toml(config), overwrite=config.overwrite)
     if run.residency is not None and run.residency.durable and not config.resume:

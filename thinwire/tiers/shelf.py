@@ -94,8 +94,12 @@ class Shelf:
 
     def each(self) -> Iterator[int]:
         """Yield the number of every record, in order. Take each record, then put or leave it, before the next."""
-        self.read_ahead(len(self._staying))
+        self.begin()
         yield from range(self.num_records)
+
+    def begin(self) -> None:
+        """Start to read the first record that is not in memory."""
+        self.read_ahead(len(self._staying))
 
     def read_ahead(self, number: int) -> None:
         """Start to read a record, unless it is in memory."""

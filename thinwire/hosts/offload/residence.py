@@ -198,6 +198,11 @@ class Residence:
             except OSError as error:
                 raise ThinwireError(f"store {self.journal.folder}: step {step} can't be kept: {error}") from error
 
+    def before_update(self) -> None:
+        """Read the first states while gradients are on their way."""
+        if self._states is not None:
+            self._states.expect()
+
     def after_update(self) -> None:
         """After the first steps have shown how much memory they need, keep in memory what fits: weights first.
 

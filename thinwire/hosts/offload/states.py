@@ -87,7 +87,7 @@ class StatesOnDisk:
         self._like: dict[str, Any] = state_kinds(inner, [next(slots[0] for slots in grouped if slots).param])[0]
         states = (kind for kind, like in self._like.items() if isinstance(like, Tensor) and like.dim())
         kinds = {MASTER: residency.master_coding} | {kind: residency.coding(kind) for kind in states}
-        size = residency.sub_group_numel(len(kinds))
+        size = residency.sub_group_numel(len(kinds), numel)
         folder = residency.folder if journal is None else journal.folder
         self.shelf = Shelf(folder, kinds, numel, size, meter, pace, is_durable=journal is not None)
         self._parts: dict[int, list[StatePart]] = defaultdict(list)
@@ -177,6 +177,10 @@ class StatesOnDisk:
             while unit is not None and self._end(unit) <= end:
                 yield unit
                 unit = next(coming, None)
+
+    def expect(self) -> None:
+        """Note that a step comes next: its first sub-group is read meanwhile."""
+        self.shelf.begin()
 
     def _end(self, unit: LiveUnit) -> int:
         last = unit.buckets[-1]

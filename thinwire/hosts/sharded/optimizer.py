@@ -318,6 +318,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         if self._grad_norm is None:
             if any(param.requires_grad for param in self._frozen):
                 raise RuntimeError("a parameter was frozen when zero() was called and is not now: call zero() again")
+            if self._residence is not None:
+                self._residence.before_update()
             self._gradients.finish()
             self._release()
             self._grad_norm = self._agree()

@@ -55,7 +55,8 @@ class Floor:
             disk = states.disk + residency.coded_bytes(states.masters)
             parts["optimizer"] = states.piece + residency.coded_bytes(min(states.piece, states.masters))
         elif residency.optimizer != "memory":
-            passing = NUM_PASSING * NUM_STATES * FP32_BYTES * residency.sub_group_numel(NUM_STATES)
+            each = NUM_STATES * FP32_BYTES
+            passing = NUM_PASSING * each * residency.sub_group_numel(NUM_STATES, states.whole // each)
             disk, parts["optimizer"] = residency.disk_bytes(states.whole), min(passing, states.whole)
         parts["sums"] = states.at_once if residency.gradients == AT_ONCE else states.sums
         largest, mean, world_size = setup.largest_bytes, setup.mean_bytes, setup.topology.world_size

@@ -23,8 +23,9 @@ RECOMPUTE, RECOMPUTE_FROM_DISK, OFFLOAD, SAMPLE = "recompute", "recompute:disk",
 ACTIVATIONS = ("auto", "keep", RECOMPUTE, RECOMPUTE_FROM_DISK, OFFLOAD)
 # Of gradients: each bucket is stepped when its mean arrives.
 AT_ONCE = "step"
-# Elements of a sub-group where nothing is stated, and the most of the budget that the passing ones may take.
-SUB_GROUP, PASSING_SHARE = 1 << 22, 1 / 32
+# Elements of a sub-group where nothing is stated, the most of the budget that the passing ones may take, and the least
+# number of sub-groups, so that reading, stepping and writing overlap.
+SUB_GROUP, PASSING_SHARE, LEAST_NUMBER = 1 << 22, 1 / 32, 8
 # Sub-groups begin where blocks of the disk do.
 LEAST_SUB_GROUP = 1024
 
@@ -95,7 +96,8 @@ class Residency:
     whose name has lm_head in it. A tile is fetched, used and evicted by itself, so that no such matrix is ever whole in
     memory. none: no tiles, where a run that is resumed had some."""
     sub_group: int | None = None
-    """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget."""
+    """Elements that are stepped at once; a multiple of 1024. By default 4 million, fewer with a small budget, and at
+    most an eighth of a rank's."""
     durable: bool = False
     """Keep every step on the disk, in two slots, so that a killed run goes on behind its last one."""
     disk_rate: str | None = None
@@ -264,13 +266,17 @@ class Residency:
         """
         return int(self.master_share * master_bytes) if self.codes_masters else 0
 
-    def sub_group_numel(self, num_kinds: int) -> int:
-        """Elements of a sub-group with `num_kinds` fp32 numbers each; three sub-groups are in memory at a time."""
+    def sub_group_numel(self, num_kinds: int, numel: int) -> int:
+        """Elements of a sub-group with `num_kinds` fp32 numbers each; three sub-groups are in memory at a time.
+
+        numel: of all that a rank steps.
+        """
         if self.sub_group is not None:
             return self.sub_group
-        if self.memory_bytes is None:
-            return SUB_GROUP
-        return max(1, min(SUB_GROUP, int(self.memory_bytes * PASSING_SHARE) // (3 * num_kinds * FP32_BYTES)))
+        most = min(SUB_GROUP, -(-numel // LEAST_NUMBER))
+        if self.memory_bytes is not None:
+            most = min(most, int(self.memory_bytes * PASSING_SHARE) // (3 * num_kinds * FP32_BYTES))
+        return max(1, most)
 
 
 def same_everywhere(residency: Residency | None) -> dict[str, object]:

@@ -18,6 +18,7 @@ from thinwire.run.config import TrainConfig, derive
 from thinwire.run.optimizer import limits_itself, name_of
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run
+from thinwire.run.run_dir import RunDir
 from thinwire.tiers import check_folder
 
 
@@ -62,8 +63,17 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     problems.note(floor.check, residency.memory_bytes)
     if floor.disk:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
-        problems.note(check_folder, residency.folder, num_here * floor.disk)
+        problems.note(check_folder, residency.folder, num_here * floor.disk - own_bytes(config, residency))
     problems.raise_any()
+
+
+def own_bytes(config: TrainConfig, residency: Residency) -> int:
+    """Bytes of files that this run finds on the disk and uses again, or deletes before it starts."""
+    folder = residency.folder
+    is_deleted = config.overwrite and folder.absolute() == RunDir(config.run_dir).store.absolute()
+    if not (residency.durable or is_deleted):
+        return 0
+    return sum(512 * path.lstat().st_blocks for path in folder.rglob("*") if path.is_file())
 
 
 def check_tile(config: TrainConfig, run: Run, residency: Residency, model: nn.Module) -> None:

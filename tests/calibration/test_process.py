@@ -32,7 +32,7 @@ def test_where_nothing_can_be_measured_the_usual_holds(tmp_path: Path, monkeypat
     with pytest.raises(subprocess.CalledProcessError):
         process.measure(tmp_path / "file")
     assert process_memory.__wrapped__() == USUAL
-    asked = []
+    asked: list[Path] = []
     monkeypatch.setattr(process, "measure", asked.append)
     assert process_memory.__wrapped__() == USUAL and not asked
     # A later start tries again.
@@ -44,7 +44,7 @@ def test_where_nothing_can_be_measured_the_usual_holds(tmp_path: Path, monkeypat
 def test_processes_that_ask_together_measure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one finds the folder held, waits, and then finds what the first has measured."""
     monkeypatch.setattr(process, "default_cache_dir", lambda: tmp_path)
-    found, asked = ProcessMemory(3, 1, 2), []
+    found, asked = ProcessMemory(3, 1, 2), list[Path]()
     together = threading.Barrier(2)
 
     def measured(path: Path) -> None:

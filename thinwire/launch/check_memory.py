@@ -8,6 +8,7 @@ from torch import nn
 
 from thinwire.collectives.topology import Topology
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.offload.residence import check_model
 from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.launch.check_parts import loss_of
 from thinwire.losses import head_of
@@ -60,6 +61,7 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         problems.messages.append(
             f"--slices {residency.slices}: a micro-batch has {micro_batch} sequences; nearest: --slices {micro_batch}"
         )
+    problems.note(check_model, residency, model)
     problems.note(floor.check, residency.memory_bytes)
     if floor.disk:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))

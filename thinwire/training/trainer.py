@@ -196,6 +196,9 @@ class Trainer:
         if self.engine.why_whole:
             what = "the disk" if self.stage.pipeline is None else "the own stage"
             yield f"weights of {what} alone", "the whole model on every rank, at first", self.engine.why_whole
+        if self.engine.is_uncounted:
+            why = "of such a model nobody knows them without a step of it: leave room for them"
+            yield "activations", "not counted in the budget", why
         if config.sample_tokens and (self.optimizer.weights_pass or self.optimizer.weights_stay_cut):
             where = "read all weights from the disk" if self.optimizer.weights_pass else "gather all weights"
             why = f"every token would {where}; `thinwire generate` needs them in memory"

@@ -67,7 +67,7 @@ def _refuse_documents(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         raise ConfigError("slices beside documents: their bounds are those of a whole batch; leave one of both out")
 
 
-class Kept(NamedTuple):
+class KeptStorages(NamedTuple):
     """Bytes that a forward keeps for its backward besides weights; each storage counts once.
 
     given: of them, what layers are given that are computed again.
@@ -85,7 +85,7 @@ def kept_bytes(model: nn.Module, *inputs: Any, besides: Sequence[Tensor] = ()) -
     return kept(model, lambda: model(*inputs), besides)[0].bytes
 
 
-def kept(model: nn.Module, forward: Callable[[], Any], besides: Sequence[Tensor] = ()) -> tuple[Kept, Any]:
+def kept(model: nn.Module, forward: Callable[[], Any], besides: Sequence[Tensor] = ()) -> tuple[KeptStorages, Any]:
     """What a forward keeps, and what it returns. besides: tensors that do not count."""
     # Storages are held, so that no other takes the place of one that is gone.
     found: dict[int, torch.UntypedStorage] = {}
@@ -111,4 +111,4 @@ def kept(model: nn.Module, forward: Callable[[], Any], besides: Sequence[Tensor]
         hook.remove()
     weights = {param.untyped_storage()._cdata for param in (*model.parameters(), *besides)}
     sizes = {key: storage.nbytes() for key, storage in found.items() if key not in weights}
-    return Kept(sum(sizes.values()), sum(size for key, size in sizes.items() if key in given)), output
+    return KeptStorages(sum(sizes.values()), sum(size for key, size in sizes.items() if key in given)), output

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thinwire.hosts.offload.activations import Kept, kept, recompute
+from thinwire.hosts.offload.activations import KeptStorages, kept, recompute
 from thinwire.hosts.offload.sampling import RowSampler
 from thinwire.hosts.offload.spill import NUM_AHEAD
 from thinwire.hosts.offload.storages import StorageFollower
@@ -68,7 +68,7 @@ class MicroBatch:
         layer = (whole.bytes - ends) // max(1, self.num_layers)
         return StepMemory(ends, layer, self.num_layers, peak - whole.bytes)
 
-    def _stepped(self, num_layers: int | None) -> tuple[Kept, int]:
+    def _stepped(self, num_layers: int | None) -> tuple[KeptStorages, int]:
         """What a forward of so many layers keeps; None: of all.
 
         Also the most that is in memory until the last layer's backward has ended: later there is less of all layers'.

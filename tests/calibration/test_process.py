@@ -45,17 +45,23 @@ def test_processes_that_ask_together_measure_once(tmp_path: Path, monkeypatch: p
     """The second one finds the folder held, waits, and then finds what the first has measured."""
     monkeypatch.setattr(process, "default_cache_dir", lambda: tmp_path)
     found, asked = ProcessMemory(3, 1, 2), list[Path]()
-    together = threading.Barrier(2)
+    arrived, flock = threading.Semaphore(0), process.fcntl.flock
 
     def measured(path: Path) -> None:
+        # The other one has come, and waits.
+        assert arrived.acquire(timeout=60) and arrived.acquire(timeout=60)
         asked.append(path)
         process.write(path, found)
 
+    def held(folder: int, how: int) -> None:
+        arrived.release()
+        flock(folder, how)
+
     def ask(_: int) -> ProcessMemory:
-        together.wait()
         return process_memory.__wrapped__()
 
     monkeypatch.setattr(process, "measure", measured)
+    monkeypatch.setattr(process.fcntl, "flock", held)
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(ask, range(2))] == [found, found]
     assert len(asked) == 1

@@ -12,7 +12,7 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload import spill
 from thinwire.hosts.offload.activations import in_slices, kept_bytes, recompute
-from thinwire.hosts.offload.counted import MicroBatch, kept_of
+from thinwire.hosts.offload.counted import CountedBatch, kept_of
 from thinwire.hosts.offload.sampling import RowSampler
 from thinwire.hosts.offload.storages import StorageFollower
 from thinwire.hosts.offload.tiling import tile
@@ -42,7 +42,7 @@ def test_what_is_kept_is_known_before(dtype: str, loss: str, recomputes: bool, t
             recompute(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
             kept = kept_bytes(model, tokens, tokens)
-        counted = MicroBatch(config, loss, 2, seq_len, dtype, tile=tiles, recomputes=recomputes).step_bytes()
+        counted = CountedBatch(config, loss, 2, seq_len, dtype, tile=tiles, recomputes=recomputes).step_bytes()
         assert kept == counted.kept
 
 
@@ -83,7 +83,7 @@ def test_the_most_that_a_step_takes_is_known_before(recomputes: bool, sampled: f
     params = [*model.parameters()]
     with StorageFollower(*params, *model.buffers(), tokens) as follower:
         model(tokens, tokens).backward()
-    found = MicroBatch(config, "plain", 2, 64, "fp32", recomputes=recomputes, sampled=sampled).step_bytes()
+    found = CountedBatch(config, "plain", 2, 64, "fp32", recomputes=recomputes, sampled=sampled).step_bytes()
     peak, logits = follower.peak_bytes([param.grad for param in params if param.grad is not None]), 4 * 128 << 14
     assert found.peak_bytes() == pytest.approx(peak, abs=64) and found.passing == pytest.approx(2 * logits, rel=1e-3)
     # The logits are in memory as a whole, however few layers' activations are.

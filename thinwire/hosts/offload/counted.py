@@ -27,7 +27,7 @@ DTYPES = ("bf16", "fp32")
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class CountedBatch:
     """What is computed on a CPU, with its kernels.
 
     Args:
@@ -162,12 +162,12 @@ def kept_ways(
     belongs to no layer is in memory as a whole. SAVED is all that a forward keeps, SAVED_INPUTS all that it keeps if
     layers are computed again: with either, as much lies on the disk.
 
-    dtype: "auto": the larger of both. Else see MicroBatch.
+    dtype: "auto": the larger of both. Else see CountedBatch.
     """
     if dtype not in DTYPES:
         both = [kept_ways(of, loss, batch, seq_len, each, slices, tile, sampled) for each in DTYPES]
         return {way: max(each[way] for each in both) for way in both[0]}
-    plain = MicroBatch(of, loss, batch, seq_len, dtype, slices, tile, sampled)
+    plain = CountedBatch(of, loss, batch, seq_len, dtype, slices, tile, sampled)
     whole, again = plain.step_bytes(), replace(plain, recomputes=True).step_bytes()
     return {
         KEEP: whole.peak_bytes(), OFFLOAD: whole.peak_bytes(2), SAVED: whole.kept,

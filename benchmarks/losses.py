@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from thinwire.hosts.offload.storages import StorageFollower
 from thinwire.losses import cut_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -33,30 +31,6 @@ def plain(e: Tensor, c: Tensor, targets: Tensor) -> Tensor:
 def by(impl: str) -> Loss:
     """An implementation of cut_cross_entropy."""
     return lambda e, c, targets: cut_cross_entropy(e, c, targets, impl=impl)
-
-
-class Storages(TorchDispatchMode):
-    """Follows the memory of tensors that operations make, until it is freed; that of `given` is not theirs."""
-
-    def __init__(self, *given: Tensor) -> None:
-        super().__init__()
-        self.given = {each.untyped_storage()._cdata for each in given}
-        self.held: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(each, Tensor):
-                self._follow(each.untyped_storage())
-        self.peak = max(self.peak, sum(self.held.values()))
-        return found
-
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.held and key not in self.given:
-            self.held[key] = storage.nbytes()
-            weakref.finalize(storage, self.held.pop, key, None)
 
 
 def step(loss: Loss, e: Tensor, c: Tensor, targets: Tensor) -> None:
@@ -89,9 +63,9 @@ def main() -> None:
     extra = {}
     for name, loss in losses.items():
         e.grad = c.grad = None
-        with Storages(e, c) as storages:
+        with StorageFollower(e, c) as storages:
             step(loss, e, c, targets)
-        extra[name] = storages.peak - e.nbytes - c.nbytes
+        extra[name] = storages.peak_bytes() - e.nbytes - c.nbytes
     print(f"N {args.tokens}, D {args.width}, V {args.vocabulary}, {args.dtype}, {torch.get_num_threads()} thread(s)")
     print(f"{'':16} {'ms':>8} {'of plain':>9} {'extra MB':>9} {'of plain':>9}")
     for name in losses:

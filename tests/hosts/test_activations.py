@@ -11,7 +11,10 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload import spill
-from thinwire.hosts.offload.activations import in_slices, kept_by, kept_bytes, kept_of, recompute
+from thinwire.hosts.offload.activations import in_slices, kept_bytes, recompute
+from thinwire.hosts.offload.counted import CountedBatch, kept_of
+from thinwire.hosts.offload.sampling import RowSampler
+from thinwire.hosts.offload.storages import StorageFollower
 from thinwire.hosts.offload.tiling import tile
 from thinwire.layout.layers import layers_of
 from thinwire.losses import cut_loss
@@ -40,8 +43,8 @@ def test_what_is_kept_is_known_before(dtype: str, loss: str, recomputes: bool, t
             recompute(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
             kept = kept_bytes(model, tokens, tokens)
-        assert kept == kept_by(config, loss, 2, seq_len, dtype, recomputes=recomputes, tile=tiles)
-        assert kept <= kept_by(config, loss, 2, seq_len, recomputes=recomputes, tile=tiles)
+        counted = CountedBatch(config, loss, 2, seq_len, dtype, tile=tiles, recomputes=recomputes).step_bytes()
+        assert kept == counted.kept
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -65,8 +68,27 @@ def test_what_a_model_of_transformers_keeps_is_known_too(
         kept = kept_bytes(model, tokens, tokens)
     found = kept_of(skeleton, loss, 2, 64, dtype)
     # Tensors without values get a mask that real ones need not have, and a copy of keys and values for each head.
-    assert found is not None and 1 <= found["inputs" if recomputes else "keep"] / kept < 1.1
+    assert found is not None and 1 <= found["inputs" if recomputes else "saved"] / kept < 1.1
     assert len(layers_of(skeleton)) == 3
+
+
+@pytest.mark.parametrize(("recomputes", "sampled"), [(False, None), (False, 0.3), (True, None)])
+def test_the_most_that_a_step_takes_is_known_before(recomputes: bool, sampled: float | None) -> None:
+    """With 16,384 words: the loss's backward has twice the logits in memory beside those that the forward keeps."""
+    config, tokens = replace(PRESETS["tiny"], num_hidden_layers=4, vocab_size=1 << 14), torch.zeros(2, 64).long()
+    model = Llama(config)
+    if recomputes:
+        recompute(model)
+    if sampled is not None:
+        RowSampler(model, sampled)
+    params = [*model.parameters()]
+    with StorageFollower(*params, *model.buffers(), tokens) as follower:
+        model(tokens, tokens).backward()
+    found = CountedBatch(config, "plain", 2, 64, "fp32", recomputes=recomputes, sampled=sampled).step_bytes()
+    peak, logits = follower.peak_bytes([param.grad for param in params if param.grad is not None]), 4 * 128 << 14
+    assert found.peak_bytes() == pytest.approx(peak, abs=64) and found.passing == pytest.approx(2 * logits, rel=1e-3)
+    # The logits are in memory as a whole, however few layers' activations are.
+    assert found.peak_bytes(1) >= 2.99 * logits
 
 
 def test_what_nobody_can_know_before_is_not_known() -> None:

@@ -22,6 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.offload import replicas, spill
 from thinwire.hosts.offload.budget import fitted
 from thinwire.hosts.offload.journal import locked
+from thinwire.hosts.offload.residence import check_device, check_model
 from thinwire.layout import buckets
 from thinwire.methods.memory import LENT_RATE, Setup
 from thinwire.models import FirstWeights
@@ -482,7 +483,7 @@ def test_another_world_takes_what_lay_on_a_disk(first: list[dict[Any, Any]], fol
 class View(torch.nn.Module):
     """A matrix of which autograd saves a view, in one of three ways."""
 
-    def __init__(self, way: str, generator: torch.Generator) -> None:
+    def __init__(self, way: str, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.way, self.weight = way, torch.nn.Parameter(torch.randn(16, 16, generator=generator))
 
@@ -823,6 +824,26 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
         strict=True,
     ):  # fmt: skip
         assert part in message
+
+
+def test_what_would_have_no_effect_is_refused() -> None:
+    """Layers that there are not, and parts of what lies on a GPU; all that is wrong with a device at once."""
+    flat, layers = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.ModuleList([torch.nn.Tanh(), View("product")])
+    for options in ({"activations": "recompute"}, {"activations": "recompute", "slices": 2}):
+        with pytest.raises(
+            ConfigError, match=r"Sequential has no ModuleList of layers .*; nearest: activations='keep'"
+        ):
+            check_model(Residency(**options), flat)
+    with pytest.raises(ConfigError, match=r"linear layers keep samples, .* nearest: activations='keep'"):
+        check_model(Residency(activations="sample:0.3"), torch.nn.Sequential(layers))
+    check_model(Residency(activations="recompute"), torch.nn.Sequential(layers))
+    all_away, cuda = Residency(weights="disk", gradients="disk", activations="offload"), torch.device("cuda")
+    check_device(all_away, torch.device("cpu"), looks_across=True)
+    check_device(Residency(), cuda, looks_across=False)
+    with pytest.raises(ConfigError) as error:
+        check_device(all_away, cuda, looks_across=True)
+    for what in ("weights", "gradients", "activations", "matrices"):
+        assert f"{what} that lie on cuda can't lie on a disk; nearest: " in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,28 @@ def test_inputs_that_layers_share_are_kept_once() -> None:
     assert kept_bytes(model, x) == 12 * (4 * (16 + 16 + 16 + 24) + 4 * 8)
 
 
+def test_a_transposed_linear_layer_of_transformers_is_sampled_too() -> None:
+    """All rows are kept as they are, so that gradients are exact; of 40 rows 12 are kept of what it is given."""
+    transformers = pytest.importorskip("transformers")
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+    models = []
+    for ratio in (None, 1.0, 0.3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ModuleList([transformers.pytorch_utils.Conv1D(24, 16)]))
+        model.forward = partial(nn.Module.__call__, model.get_submodule("0.0"))  # type: ignore[method-assign]
+        if ratio is not None:
+            assert RowSampler(model, ratio).num_layers == 1
+        models.append(model)
+    plain, whole, part = models
+    found = []
+    for model in (plain, whole):
+        model(x).square().sum().backward()
+        found.append([param.grad for param in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert kept_bytes(part, x) == 12 * (4 * 16 + 8)
+
+
 def test_what_a_mask_leaves_out_is_neither_counted_nor_kept() -> None:
     """A third of the rows are padding: the estimate has no bias for what is left, of which 0.5 is kept."""
     x = torch.randn(2, 30, 16, generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload.activations import kept_by
+from thinwire.hosts.offload.counted import CountedBatch
 from thinwire.losses import cut_loss, head_of, loss_in_effect
 from thinwire.models import Llama, build_model, build_skeleton
 
@@ -88,6 +88,6 @@ def test_auto_takes_cut_where_logits_are_large() -> None:
 def test_a_cut_loss_keeps_no_logits() -> None:
     skeleton = build_skeleton("tiny", 4096, 64)
     assert isinstance(skeleton, Llama)
-    plain, cut = (kept_by(skeleton.config, loss, 2, 64, "fp32") for loss in ("plain", "cut"))
+    plain, cut = (CountedBatch(skeleton.config, loss, 2, 64, "fp32").step_bytes().kept for loss in ("plain", "cut"))
     # The head's gradient is there from the forward on.
     assert plain - cut > 4 * 2 * 64 * 4096 - skeleton.lm_head.weight.nbytes

@@ -117,6 +117,26 @@ def test_a_worker_whose_libraries_find_no_memory_says_so(tmp_path: Path) -> None
     assert "its libraries" not in told(127, None) and "its libraries" not in told(1, "480mb")
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 4000000000 bytes. Error code 12 (Cannot allocate memory)\nframe #0: somewhere",
+        "RuntimeError: can't start new thread",
+        "MemoryError",
+    ],
+)
+def test_a_worker_that_needs_more_than_its_budget_says_so(message: str, tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": message, "extraInfo": {"timestamp": "1"}}}))
+
+    def told(memory: str | None) -> str:
+        failures = {1: ProcessFailure(1, 7, 1, str(tmp_path / "error.json"))}
+        return str(failure(failures, RunDir(tmp_path), 20.0, memory=memory)).splitlines()[0]
+
+    assert told("480mb").startswith(f"rank 1 needed more than --memory 480mb ({message.splitlines()[0]}); nearest: ")
+    assert "--memory 600mb, or leave --memory out" in told("480mb") and told(None).startswith("rank 1: ")
+
+
 def test_what_is_told_after_a_signal_is_no_consequence_of_it(tmp_path: Path) -> None:
     def failed(exit_code: int, message: str) -> ProcessFailure:
         told = {"message": {"message": message, "extraInfo": {"timestamp": "1"}}}

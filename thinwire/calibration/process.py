@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
@@ -17,6 +19,8 @@ from thinwire.data.cache import default_cache_dir
 STATUS = Path("/proc/self/status")
 # The module that measures, and the seconds after which it is given up.
 MEASURES, MOST_S = "thinwire.launch.base", 300
+# After a failure, for so long no other process of a run need try.
+TRY_AGAIN_S = 3600
 # Of the file; what is measured differs by less than a unit.
 FORMAT, UNIT_BYTES = 1, 1_000_000
 
@@ -51,21 +55,34 @@ USUAL = ProcessMemory(480_000_000, 350_000_000, 400_000_000)
 def process_memory() -> ProcessMemory:
     """What a worker of this machine takes with these versions. Measured the first time, in seconds, and then known.
 
-    Where it can't be measured, the usual is kept as known, or every process of a run would try.
+    One process measures, and others that ask meanwhile wait for it. Where it can't be measured, the usual holds, and a
+    start that is an hour later tries again: a tight limit of one shell is no property of the machine.
     """
     identity = [FORMAT, *(version(name) for name in ("torch", "numpy", "numba")), sys.version, sys.prefix]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     path = default_cache_dir() / f"process-{key}.json"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                measure(path)
-            except subprocess.SubprocessError:
-                write(path, USUAL)
+            measure_once(path)
         return ProcessMemory(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return USUAL
+
+
+def measure_once(path: Path) -> None:
+    """Let one process measure, unless that has failed lately. Raises OSError."""
+    failed, folder = path.with_suffix(".failed"), os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if path.exists() or (failed.exists() and time.time() - failed.stat().st_mtime < TRY_AGAIN_S):
+            return
+        try:
+            measure(path)
+        except subprocess.SubprocessError:
+            failed.touch()
+    finally:
+        os.close(folder)
 
 
 def measure(path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from thinwire.collectives.topology import Topology
 from thinwire.errors import ConfigError, Problems
+from thinwire.hosts.offload.residence import check_model
 from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.launch.check_parts import loss_of
 from thinwire.losses import head_of
@@ -19,6 +20,7 @@ from thinwire.run.config import TrainConfig, derive
 from thinwire.run.optimizer import limits_itself, name_of
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run
+from thinwire.run.run_dir import RunDir
 from thinwire.tiers import check_folder
 
 
@@ -62,11 +64,21 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         )
     if residency.is_sliced:
         problems.note(check_parts, model)
+    problems.note(check_model, residency, model)
     problems.note(floor.check, residency.memory_bytes)
     if floor.disk:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
-        problems.note(check_folder, residency.folder, num_here * floor.disk)
+        problems.note(check_folder, residency.folder, num_here * floor.disk - own_bytes(config, residency))
     problems.raise_any()
+
+
+def own_bytes(config: TrainConfig, residency: Residency) -> int:
+    """Bytes of files that this run finds on the disk and uses again, or deletes before it starts."""
+    folder = residency.folder
+    is_deleted = config.overwrite and folder.absolute() == RunDir(config.run_dir).store.absolute()
+    if not (residency.durable or is_deleted):
+        return 0
+    return sum(512 * path.lstat().st_blocks for path in folder.rglob("*") if path.is_file())
 
 
 def check_tile(config: TrainConfig, run: Run, residency: Residency, model: nn.Module) -> None:

@@ -22,6 +22,10 @@ AGENT_PATIENCE_S = 15
 SAID_PLAINLY = ("ConfigError", "CheckpointError", "PeerLostError", "ThinwireError", "UnsavedError")
 # The exit code of a process whose libraries can't be loaded, and what the loader says where there is no memory for it.
 LOADER_FAILED, NO_ROOM = 127, "cannot allocate memory"
+# What torch, the interpreter and the system say where a process has no more memory.
+OUT_OF_MEMORY = (
+    "can't allocate memory", "can't start new thread", "MemoryError", "Cannot allocate memory", "std::bad_alloc",
+)  # fmt: skip
 
 
 def failure(
@@ -84,27 +88,33 @@ def explain(rank: int, cause: ProcessFailure, injected: Sequence[str] = (), *, i
         hint = by_whom if cause.exitcode == -signal.SIGKILL else ""
         others = "the rest of its island stopped" if is_island else "the others stopped"
         return f"rank {rank} (pid {cause.pid}) was killed by {cause.signal_name()}{hint}; {others}"
-    message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
-    kind, _, text = str(message).partition(": ")
+    message = message_of(cause)
+    kind, _, text = message.partition(": ")
     return f"rank {rank}: {text if kind in SAID_PLAINLY else message}"
 
 
 def starved(rank: int, cause: ProcessFailure, run_dir: RunDir, memory: str | None) -> str:
-    """Says that a worker's budget is too small to load its libraries, if that ended it; else empty."""
-    log = run_dir.logs / f"rank{rank}.log"
-    if cause.exitcode != LOADER_FAILED or memory is None or not log.exists() or NO_ROOM not in log.read_text():
+    """Says that a worker's budget is too small to load its libraries, or to train, if that ended it; else empty."""
+    if memory is None:
         return ""
-    near = math.ceil(1.25 * read_bytes(memory) / 1e6)
-    return (
-        f"rank {rank} could not load its libraries in --memory {memory}; nearest: --memory {near}mb, or leave --memory "
-        "out"
-    )
+    near = f"nearest: --memory {math.ceil(1.25 * read_bytes(memory) / 1e6)}mb, or leave --memory out"
+    log = run_dir.logs / f"rank{rank}.log"
+    if cause.exitcode == LOADER_FAILED and log.exists() and NO_ROOM in log.read_text():
+        return f"rank {rank} could not load its libraries in --memory {memory}; {near}"
+    told = message_of(cause).partition("\n")[0]
+    if cause.exitcode == ConfigError.exit_code or not any(words in told for words in OUT_OF_MEMORY):
+        return ""
+    return f"rank {rank} needed more than --memory {memory} ({told}); {near}"
+
+
+def message_of(cause: ProcessFailure) -> str:
+    """What a worker has said, with the kind of error in front."""
+    return str(cause.message["message"] if isinstance(cause.message, dict) else cause.message)
 
 
 def is_unsaved(cause: ProcessFailure) -> bool:
     """Whether the run had reached its end, but could not write its results."""
-    message = cause.message["message"] if isinstance(cause.message, dict) else cause.message
-    return str(message).startswith("UnsavedError: ")
+    return message_of(cause).startswith("UnsavedError: ")
 
 
 def is_killed(cause: ProcessFailure) -> bool:

@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from thinwire.checkpoint import CheckpointError, latest
 from thinwire.codecs import warm
 from thinwire.collectives.topology import Topology
 from thinwire.data import load_tokenizer
 from thinwire.data.loader import count_sequences
 from thinwire.errors import ConfigError, Problems, counted
+from thinwire.hosts.offload.sampling import linear_layers
 from thinwire.launch.apart import apart
 from thinwire.launch.check_layout import (
     capacity_rows,
@@ -49,7 +48,6 @@ from thinwire.launch.check_parts import (
 from thinwire.launch.check_resume import check_resume, saved_config
 from thinwire.launch.machine import choose_dtype, threads_per_worker
 from thinwire.launch.start import Start
-from thinwire.layout.layers import layers_of
 from thinwire.methods.pipeline.inside import check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import build_skeleton
@@ -312,10 +310,9 @@ def check_norms(run: Run, num_sequences: int) -> None:
         config.tables.get(model_table(config.model) or ""),
     )  # fmt: skip
     # Layers that share an input share their norms, so it may be less.
-    linears = [each for layer in layers_of(skeleton) for each in layer.modules() if isinstance(each, nn.Linear)]
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
     own = -(-num_sequences // config.world_size)
-    check_folder(residency.folder, num_here * 2 * config.seq_len * len(linears) * own)
+    check_folder(residency.folder, num_here * 2 * config.seq_len * len(linear_layers(skeleton)) * own)
 
 
 def check_returns(run: Run, num_sequences: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.calibration.process import process_memory
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload.activations import kept_of, vocabulary_of
+from thinwire.hosts.offload.counted import kept_of, vocabulary_of
 from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.hosts.sums import across_of
 from thinwire.layout.mesh import MeshShape
@@ -75,7 +75,8 @@ def where_all_lies(
     topology = Topology(1 if isinstance(method, IslandsMethod) else config.nodes, config.local_size)
     setup = Setup(
         resident_method(method, axes), shapes, topology, config.micro_batches or 1,
-        kept_of(model, *given, slices=residency.slices or 1, tile=residency.tile), across_of(inner, model),
+        kept_of(model, *given, slices=residency.slices or 1, tile=residency.tile, sampled=residency.sampled),
+        across_of(inner, model),
         outer=outer_bytes(method, model, topology), is_built_whole=bool(whole), process=process_memory(),
     )  # fmt: skip
     if setup.across is not None and residency.optimizer != "memory":

@@ -6,7 +6,7 @@ from torch import nn
 
 from thinwire.calibration.process import process_memory
 from thinwire.collectives import Topology
-from thinwire.hosts.offload.activations import kept_of
+from thinwire.hosts.offload.counted import kept_of
 from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.hosts.sums import across_of
 from thinwire.methods.memory import Residency, Setup, outer_bytes, resident_method, settled
@@ -36,8 +36,8 @@ def setup_of(run: Run, skeleton: nn.Module) -> Setup:
     kept = None
     # Compiled layers are as they are.
     if residency.memory_bytes and not config.compile:
-        given = config.loss, batch.micro_batch, config.seq_len, config.dtype, residency.slices or 1, residency.tile
-        kept = kept_of(skeleton, *given)
+        given = config.loss, batch.micro_batch, config.seq_len, config.dtype
+        kept = kept_of(skeleton, *given, residency.slices or 1, residency.tile, residency.sampled)
     name = name_of(optimizer)
     inner = optimizer_over(optimizer, skeleton, lr=0.0, weight_decay=0.0, seed=0) if name in WHOLE else None
     topology = Topology.stated(config.world_size, config.local_size or config.workers)

@@ -92,7 +92,7 @@ class Engine:
         self.batch = derive(config, self.num_shares)
         fields = config.tables.get(model_table(config.model) or "")
         made = built(run, corpus.tokenizer.vocab_size, fields, device)
-        self.model, self.why_whole = device.place(made.model), made.why_whole
+        self.model, self.why_whole, self.is_uncounted = device.place(made.model), made.why_whole, made.is_uncounted
         # Layers that are computed again send what a forward sends once more.
         self.forwards = 2 if made.residency is not None and made.residency.recomputes else 1
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
@@ -342,6 +342,7 @@ class Built(NamedTuple):
     """A model; which parts lie on a disk.
 
     initial: gives the first values of parameters without memory, by name; None: the model is whole.
+    is_uncounted: activations are not among what the budget was compared with.
     why_whole: why a model that will be cut is built whole on every rank, if it is.
     """
 
@@ -349,24 +350,26 @@ class Built(NamedTuple):
     residency: Residency | None
     initial: Callable[[str], Tensor] | None = None
     why_whole: str = ""
+    is_uncounted: bool = False
 
 
 def built(run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: Device) -> Built:
     """The model of a run; of one that lies on a disk, or is cut, only shapes, and what gives its first weights."""
     config, residency = run.config, run.residency
-    size, why = (config.model, vocab_size, config.seq_len), ""
+    size, why, is_uncounted = (config.model, vocab_size, config.seq_len), "", False
     passes = config.mesh_shape.pipeline > 1
     if residency is not None:
         skeleton = build_skeleton(*size, fields)
         residency, setup = resolved(run, skeleton)
+        is_uncounted = residency.memory is not None and setup.kept is None
         if device.torch.type == "cpu" and (residency.weights == "disk" or setup.is_cut):
             why = why_whole(config.model, skeleton)
             passes = passes or not why
     if passes:
         shapes, initial, why = unfilled(run, vocab_size, fields)
         if shapes is not None:
-            return Built(hollow(shapes, device.torch), residency, initial)
-    return Built(build_model(*size, config.seed, fields), residency, why_whole=why)
+            return Built(hollow(shapes, device.torch), residency, initial, is_uncounted=is_uncounted)
+    return Built(build_model(*size, config.seed, fields), residency, why_whole=why, is_uncounted=is_uncounted)
 
 
 def unfilled(

@@ -45,6 +45,9 @@ def rows_on_options(engine: Engine) -> Iterator[Row]:
     if engine.why_whole:
         what = "the disk" if stage.pipeline is None else "the own stage"
         yield f"weights of {what} alone", "the whole model on every rank, at first", engine.why_whole
+    if engine.is_uncounted:
+        why = "of such a model nobody knows them without a step of it: leave room for them"
+        yield "activations", "not counted in the budget", why
     optimizer = engine.optimizer
     if config.sample_tokens and (optimizer.weights_pass or optimizer.weights_stay_cut):
         where = "read all weights from the disk" if optimizer.weights_pass else "gather all weights"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint import Snapshot, Source
 from thinwire.collectives import Communicator
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ConfigError, Problems, ThinwireError
 from thinwire.hosts.offload.activations import recompute
 from thinwire.hosts.offload.at_once import StepsAtOnce
 from thinwire.hosts.offload.gradients import GradientsOnDisk
@@ -19,7 +19,7 @@ from thinwire.hosts.offload.norms import SeenNorms
 from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.hosts.offload.replicas import Replicas, is_large
 from thinwire.hosts.offload.room import MemoryRoom, give_pages_back, hold_to
-from thinwire.hosts.offload.sampling import RowSampler
+from thinwire.hosts.offload.sampling import RowSampler, linear_layers
 from thinwire.hosts.offload.spill import ActivationsOnDisk
 from thinwire.hosts.offload.states import StatesOnDisk
 from thinwire.hosts.offload.weights import CutWeightsOnDisk, WeightsOnDisk
@@ -27,6 +27,7 @@ from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
+from thinwire.layout.layers import layers_of
 from thinwire.methods.memory import Residency, check_across, check_at_once
 from thinwire.methods.memory.placement import stays
 from thinwire.methods.memory.residency import AT_ONCE
@@ -37,6 +38,37 @@ from thinwire.tiers import Pace, TierMeter
 # Steps after which the room that is left is known: the first one allocates what stays.
 MEASURED_STEPS = 2
 DAY_S = 86_400
+
+
+def check_device(residency: Residency, device: torch.device, *, looks_across: bool) -> None:
+    """Raise ConfigError for what can't go from a device to a disk. looks_across: of the optimizer, across matrices."""
+    if device.type == "cpu":
+        return
+    problems = Problems()
+    for what, is_asked, near in (
+        ("weights", residency.weights == "disk", "weights='memory'"),
+        ("gradients", residency.gradients == "disk", "gradients='memory'"),
+        ("activations", residency.spills, "activations='recompute'"),
+        ("matrices", looks_across and residency.optimizer != "memory", "optimizer='memory'"),
+    ):
+        if is_asked:
+            problems.messages.append(f"residency: {what} that lie on {device} can't lie on a disk; nearest: {near}")
+    problems.raise_any()
+
+
+def check_model(residency: Residency, model: nn.Module) -> None:
+    """Raise ConfigError for activations of layers that the model does not have. model: may be on meta."""
+    what, kind = f"residency: activations {residency.activations}", type(model).__name__
+    if residency.recomputes and not layers_of(model):
+        raise ConfigError(
+            f"{what}: layers are computed again, and {kind} has no ModuleList of layers that are trained; nearest: "
+            "activations='keep', without slices"
+        )
+    if residency.sampled is not None and not linear_layers(model):
+        raise ConfigError(
+            f"{what}: linear layers keep samples, and {kind} has none in a ModuleList of layers that are trained; "
+            "nearest: activations='keep'"
+        )
 
 
 class Residence:
@@ -94,8 +126,8 @@ class Residence:
             check_across(residency, type(inner).__name__, streams=inner.streams)
         limits = isinstance(inner, SummingOptimizer) and inner.limits_itself
         check_at_once(residency, type(inner).__name__, limits=limits)
-        if weights and device.type != "cpu":
-            raise ConfigError(f"residency: weights that lie on {device} can't lie on a disk; nearest: weights='memory'")
+        check_device(residency, device, looks_across=isinstance(inner, SummingOptimizer))
+        check_model(residency, model)
         num_layers = recompute(model, residency.slices or 1) if residency.recomputes else 0
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
         computes = num_layers or sampler or residency.gradients == AT_ONCE

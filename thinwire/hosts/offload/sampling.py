@@ -18,6 +18,8 @@ from thinwire.hosts.offload.norms import SeenNorms
 from thinwire.layout.layers import layers_of
 from thinwire.methods.memory.sampling import chosen, num_kept
 
+Chooses = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+
 
 class KeptRows(NamedTuple):
     """What is kept of an input: its rows [k, features], each times what it counts, and their numbers, int64 [k].
@@ -45,20 +47,24 @@ class RowSampler:
     Attributes:
         seed: of the step under way.
         seen: None: rows weigh what their norms are.
+
+    chooses: which rows are kept, see `chosen`.
     """
 
-    def __init__(self, model: nn.Module, ratio: float, seen: SeenNorms | None = None) -> None:
-        self.ratio, self.seen = ratio, seen
+    def __init__(
+        self, model: nn.Module, ratio: float, seen: SeenNorms | None = None, chooses: Chooses = chosen
+    ) -> None:
+        self.ratio, self.seen, self._chooses = ratio, seen, chooses
         self.seed: Callable[[], int] = lambda: 0
         self._number = 0
         self._step: int | None = None
         self._last: KeptRows | None = None
         self._mask: Tensor | None = None
         names = {module: name for name, module in model.named_modules()}
-        linears = {each for layer in layers_of(model) for each in layer.modules() if isinstance(each, nn.Linear)}
+        linears = linear_layers(model)
         self.num_layers = len(linears)
         for linear in linears:
-            linear.forward = partial(self._forward, names[linear], linear, linear.forward)  # type: ignore[method-assign]
+            linear.forward = partial(self._forward, names[linear], linear, linear.forward)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def begin_anew(self) -> None:
@@ -73,13 +79,15 @@ class RowSampler:
             mask = kwargs.get("attention_mask")
             self._mask = mask.flatten() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
-    def _forward(self, name: str, linear: nn.Linear, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and linear.weight.requires_grad):
+    def _forward(self, name: str, linear: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        weight, bias = linear._parameters["weight"], linear._parameters["bias"]
+        if weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
             return plain(x)
         kept = self._last
         if kept is None or kept.source() is not x or kept.version != x._version:
             kept = self._last = self._keep(name, x.detach(), weakref.ref(x))
-        return SampledLinear.apply(x, linear.weight, linear.bias, kept.rows, kept.places, kept.note)
+        by_rows = weight if isinstance(linear, nn.Linear) else weight.T
+        return SampledLinear.apply(x, by_rows, bias, kept.rows, kept.places, kept.note)
 
     def _keep(self, name: str, x: Tensor, source: weakref.ref[Tensor]) -> KeptRows:
         rows = x.flatten(0, -2)
@@ -89,9 +97,21 @@ class RowSampler:
         weights = weights if counts is None else weights * (counts != 0)
         seen = None if self.seen is None else self.seen.weights(name, len(rows))
         weights = weights if seen is None else weights * seen.to(weights)
-        index, scales = chosen(weights, num, derive_seed(named_seed(self.seed(), name), self._number))
+        index, scales = self._chooses(weights, num, derive_seed(named_seed(self.seed(), name), self._number))
         note = None if self.seen is None else partial(self.seen.add, name)
         return KeptRows(source, x._version, rows[index] * scales.to(x.dtype).unsqueeze(1), index, note)
+
+
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """The linear layers inside the model's layers, each once; also those of transformers whose weight is transposed."""
+    found = (each for layer in layers_of(model) for each in layer.modules())
+    return list(dict.fromkeys(each for each in found if isinstance(each, nn.Linear) or is_transposed(each)))
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a Conv1D of transformers: x W + b, with W [inputs, outputs]."""
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
+    return "transformers.pytorch_utils.Conv1D" in names
 
 
 class SampledLinear(torch.autograd.Function):

@@ -196,7 +196,8 @@ class StatesOnDisk:
         ]
         kinds = [kind for kind in tensors if kind != MASTER]
         for part, value in values.items():
-            value.grad = part.grad
+            # The masters lie in the memory of the host, wherever gradients do.
+            value.grad = part.grad.to(value.device)
             if part.is_known:
                 twin.state[value] = part.numbers | {kind: part.of(tensors[kind], start) for kind in kinds}
         twin.step()

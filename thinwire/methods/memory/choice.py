@@ -7,7 +7,7 @@ from typing import Literal
 
 from thinwire.methods.memory.floor import Floor
 from thinwire.methods.memory.placement import placed
-from thinwire.methods.memory.residency import RECOMPUTE, RECOMPUTE_FROM_DISK, Residency
+from thinwire.methods.memory.residency import KEEP, RECOMPUTE, RECOMPUTE_FROM_DISK, Residency
 from thinwire.methods.memory.setup import Setup
 
 # Of the budget, what the floor may take for a way to be chosen: with activations, and without.
@@ -54,7 +54,7 @@ def _ways(residency: Residency, setup: Setup) -> list[Residency]:
         gradients = ["memory"] if stays else ["memory", "disk"]
         gradients += ["step"] if setup.at_once else []
     if residency.activations == "auto":
-        activations = ["keep"] if setup.kept is None else ["keep", RECOMPUTE]
+        activations = [KEEP] if setup.kept is None else [KEEP, RECOMPUTE]
         activations = [RECOMPUTE] if residency.is_sliced else activations
         activations += [RECOMPUTE_FROM_DISK] if setup.kept is not None and RECOMPUTE_FROM_DISK in setup.kept else []
     return [replace(residency, gradients=g, activations=a) for a in activations for g in gradients]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from thinwire.errors import ConfigError
-from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, PASSING_SHARE, Residency
+from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, KEEP, PASSING_SHARE, Residency
 from thinwire.methods.memory.setup import NUM_STATES, Setup
 
 # Temporary tensors of kernels, and what the allocator can't give back; and how much of it is touched.
@@ -84,7 +84,7 @@ class Floor:
             parts["packets"] = int(NUM_SENT * PACKET_SHARE * largest)
         if kept is not None:
             disk += residency.spilled(kept)
-            parts["activations"] = kept.get(residency.way, kept["keep"])
+            parts["activations"] = kept.get(residency.way, kept[KEEP])
         found = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
         # A bucket is filled beside the model that it is taken from.
         start = setup.process.data + setup.model_bytes + largest if setup.is_built_whole else 0

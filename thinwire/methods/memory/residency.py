@@ -19,8 +19,10 @@ FP32_BYTES = 4
 # The kinds of state that are sums or means of squares.
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta")
 # What a forward keeps; SAMPLE stands before a share.
-RECOMPUTE, RECOMPUTE_FROM_DISK, OFFLOAD, SAMPLE = "recompute", "recompute:disk", "offload", "sample"
-ACTIVATIONS = ("auto", "keep", RECOMPUTE, RECOMPUTE_FROM_DISK, OFFLOAD)
+KEEP, RECOMPUTE, RECOMPUTE_FROM_DISK, OFFLOAD, SAMPLE = "keep", "recompute", "recompute:disk", "offload", "sample"
+# Of counts: all that a forward keeps, and all that it keeps if layers are computed again.
+SAVED, SAVED_INPUTS = "saved", "inputs"
+ACTIVATIONS = ("auto", KEEP, RECOMPUTE, RECOMPUTE_FROM_DISK, OFFLOAD)
 # Of gradients: each bucket is stepped when its mean arrives.
 AT_ONCE = "step"
 # Elements of a sub-group where nothing is stated, the most of the budget that the passing ones may take, and the least
@@ -183,7 +185,7 @@ class Residency:
 
     def spilled(self, kept: Mapping[str, int]) -> int:
         """Bytes that a micro-batch's forward leaves on the disk. kept: see `kept_ways`."""
-        return kept["inputs" if self.recomputes else "keep"] if self.spills else 0
+        return kept[SAVED_INPUTS if self.recomputes else SAVED] if self.spills else 0
 
     @property
     def is_sliced(self) -> bool:

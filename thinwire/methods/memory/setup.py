@@ -26,7 +26,7 @@ NUM_STATES = 3
 MOST_TENSORS = 4
 # What waits between the parts of an update, and the messages with it.
 WITH_MESSAGES = 2
-# Bytes that a forward keeps in memory for its backward, by what becomes of activations; and "inputs", those of layers.
+# The most bytes of a micro-batch in memory, by what becomes of activations; and what a forward leaves on a disk.
 KeptBytes = Mapping[str, int]
 
 
@@ -97,7 +97,7 @@ class Setup:
     Attributes:
         method: inside an island, if there are islands. topology: of an island.
         micro_batches: of a step.
-        kept: bytes that a forward keeps in memory for its backward, by what becomes of activations; None: not known.
+        kept: the most bytes that a micro-batch takes, by what becomes of activations, see `kept_ways`; None: not known.
         across: an optimizer that looks across matrices; None: another, which is counted as AdamW.
         at_once: buckets may be stepped as gradients arrive; they are where the budget asks for it.
         outer: bytes of what islands exchange and an island's first rank keeps in memory, by name.

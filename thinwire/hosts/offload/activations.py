@@ -165,10 +165,18 @@ def kept_ways(
     inputs = kept_by(of, loss, batch, seq_len, dtype, recomputes=True, tile=tile)
     largest = -(-batch // min(slices, batch))
     layer = whole * largest // (batch * max(1, _num_layers(of)))
+    return kept_where(whole, inputs, layer, _num_layers(of))
+
+
+def kept_where(whole: int, inputs: int, layer: int, num_layers: int) -> dict[str, int]:
+    """Bytes in memory of a micro-batch's activations, by what becomes of them; see `kept_ways`.
+
+    whole: all of them. inputs: what layers are given. layer: of one layer.
+    """
     few = NUM_AHEAD + 1
     return {
         "keep": whole, RECOMPUTE: min(whole, inputs + layer), OFFLOAD: min(whole, 2 * layer), "inputs": inputs,
-        RECOMPUTE_FROM_DISK: min(whole, inputs * few // max(few, _num_layers(of) + 1) + layer),
+        RECOMPUTE_FROM_DISK: min(whole, inputs * few // max(few, num_layers + 1) + layer),
     }  # fmt: skip
 
 

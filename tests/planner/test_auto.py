@@ -51,7 +51,7 @@ def test_a_run_plans_under_a_budget_and_trains_under_it(runner: CommandRunner) -
     said = " ".join(printed.split())
     # The disk was measured, and what is stated explains what is left out.
     assert "MB/s written and" in said and "--slices 2" in said and "without ddp, ddp-bf16" in said
-    assert "enforced by the kernel" in said
+    assert "enforced by the kernel" in said and "the plan predicted " in said
 
 
 def test_a_mixtures_experts_go_where_the_plan_says() -> None:

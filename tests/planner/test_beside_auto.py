@@ -54,6 +54,7 @@ FIXED: dict[str, tuple[Callable[[Candidate], bool], dict[str, Any]]] = {
     f"--memory 8gb --store {STORE}": (lambda way: not way.is_resident, {"memory": "8gb", "store": "none"}),
     "--memory 8gb --residency.weights disk": (lambda way: way.is_resident, {"memory": "8gb"}),
     "--optimizer lans": (lambda way: name_of(way.strategy) in ("ddp", "ddp-bf16"), {"optimizer": "lans"}),
+    "--optimizer mfac": (lambda way: way.stages * way.tensor == 1, {"optimizer": "mfac"}),
     "--optimizer muon --memory 8gb": (lambda way: not way.is_resident, {"optimizer": "muon", "memory": "8gb"}),
     "--loss cut": (lambda way: True, {"loss": "cut"}),
     "--documents": (lambda way: way.stages == 1, {"documents": True}),

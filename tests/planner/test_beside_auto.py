@@ -33,6 +33,7 @@ PLANNED = {
     "strategy", "stages", "tensor", "order", "micro_batch", "tokens_per_step", "seq_len", "tables", "memory", "store",
     "activations", "slices",
 }  # fmt: skip
+SHARDED = ("zero", "zero-bf16", "sdp4bit")
 # Options that a plan keeps: what each of its ways then has, and what of the configuration stays as typed.
 FIXED: dict[str, tuple[Callable[[Candidate], bool], dict[str, Any]]] = {
     "--stages 2 --pipeline.plan 1f1b": (lambda way: way.stages == 2 and way.pipeline.plan == "1f1b", {"stages": 2}),
@@ -59,7 +60,6 @@ FIXED: dict[str, tuple[Callable[[Candidate], bool], dict[str, Any]]] = {
     "--loss cut": (lambda way: True, {"loss": "cut"}),
     "--documents": (lambda way: way.stages == 1, {"documents": True}),
 }  # fmt: skip
-SHARDED = ("zero", "zero-bf16", "sdp4bit")
 REFUSED = {
     "--mesh data=2,tensor=2": "finds mesh and order: leave --mesh and --order out",
     "--order 0 1 2 3": "finds mesh and order",

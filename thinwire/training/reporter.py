@@ -208,7 +208,7 @@ class Reporter:
         with suppress(OSError, ValueError, KeyError, TypeError):
             predicted = float(json.loads(self.run_dir.plan.read_text())["predicted"]["step_s"])
             differs = f"{abs(step_s / predicted - 1):.0%} {'more' if step_s > predicted else 'less'}"
-            told = f"the plan predicted {predicted:.3g} s a step, and it took {step_s:.3g} s: {differs}"
+            told = f"the plan predicted {predicted:.3g} s a step, and it took {step_s:.3g} s in the median: {differs}"
             self.progress.say(f"{told}; part by part in the report")
 
     def close(self) -> None:

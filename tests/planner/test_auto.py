@@ -43,6 +43,17 @@ def test_a_run_of_a_mixture_measures_plans_and_trains(runner: CommandRunner) -> 
     assert is_spread or "--experts.dispatch" in printed
 
 
+def test_a_run_plans_under_a_budget_and_trains_under_it(runner: CommandRunner) -> None:
+    printed = runner.ranks("budget", strategy="auto", memory="2gb", slices=2, steps=2, local_size=1)
+    config = read_toml(runner.folder / "budget" / "config.toml", Problems())
+    assert config.strategy in ("zero", "zero-bf16", "sdp4bit") and config.stages is None
+    assert (config.memory, config.slices, len(runner.metrics("budget"))) == ("2gb", 2, 2)
+    said = " ".join(printed.split())
+    # The disk was measured, and what is stated explains what is left out.
+    assert "MB/s written and" in said and "--slices 2" in said and "without ddp, ddp-bf16" in said
+    assert "enforced by the kernel" in said and "the plan predicted " in said
+
+
 def test_a_mixtures_experts_go_where_the_plan_says() -> None:
     model = build_skeleton("moe-tiny", 257, 256)
     assert isinstance(model, Llama)

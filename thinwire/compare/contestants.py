@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, checked_values, has_islands, option_tables, strategy_table
+from thinwire.options import (
+    EXPERTS,
+    PIPELINE,
+    RESIDENCY,
+    SEQUENCE,
+    checked_values,
+    has_islands,
+    option_tables,
+    strategy_table,
+)
 from thinwire.registry import STRATEGIES
 from thinwire.run.config import TrainConfig, range_errors
 from thinwire.run.run import Run
@@ -20,8 +29,8 @@ PLACEHOLDERS = ("run_dir", "steps", "seed", "config", "resume", "stop_at")
 # Training options that each contestant may set for itself, because their best values depend on the method.
 TUNED = ("lr", "optimizer", "weight_decay", "grad_clip")
 # How the model lies on the ranks, and options of tables such as pipeline.plan: each contestant's own, too.
-LAYOUT = ("stages", "tensor", "micro_batch", "order", "local_size", "memory")
-LAYOUT_OPTIONS = (PIPELINE, SEQUENCE, EXPERTS)
+LAYOUT = ("stages", "tensor", "micro_batch", "order", "local_size", "memory", "store", "activations", "slices")
+LAYOUT_OPTIONS = (PIPELINE, SEQUENCE, EXPERTS, RESIDENCY)
 # The strategy inside each island, of a contestant that trains islands.
 INSIDE = "inner"
 # Folder and row of the measurement of computing alone. It is not a contestant.

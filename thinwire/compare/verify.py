@@ -145,8 +145,9 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
     """A candidate as a contestant of a race."""
     from thinwire.compare.contestants import Contestant
     from thinwire.methods.pipeline.across import STAGES
-    from thinwire.options import EXPERTS, PIPELINE
+    from thinwire.options import EXPERTS, PIPELINE, RESIDENCY
     from thinwire.planner.settings import name_of, table_of
+    from thinwire.run.places import FLAT
 
     candidate = way.candidate
     options: dict[str, Any] = {"micro_batch": candidate.micro_batch}
@@ -154,8 +155,8 @@ def contestant(number: int, way: Priced, found: TrainingPlan) -> Contestant:
         options["order"] = way.order
     if candidate.tensor > 1:
         options["tensor"] = candidate.tensor
-    if candidate.memory:
-        options["memory"] = candidate.memory
+    for name, value in found.held(candidate).items():
+        options[name if name in FLAT else f"{RESIDENCY}.{name}"] = value
     if candidate.sequence > 1:
         options["sequence.parallel"] = candidate.sequence
     if candidate.experts > 1:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from thinwire.collectives.topology import Topology
+from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.sequence.seams import attention_of
@@ -32,6 +34,7 @@ from thinwire.options import MOE, PIPELINE, made, model_table
 from thinwire.registry import check_on_mesh
 from thinwire.run.config import AUTO, TrainConfig, check_num_ranks, derive
 from thinwire.run.run import Run, island_size
+from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
 
 
@@ -147,8 +150,7 @@ def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None
         problems.messages.append(f"{what} is for presets such as demo, and not for {config.model}; nearest: {stated}")
     if config.order or config.tables.get(PIPELINE, {}).get("across", AUTO) == REPLICAS:
         problems.messages.append(f"{what} finds the order of ranks: leave --order and --pipeline.across out")
-    if config.memory is not None or config.store is not None:
-        problems.messages.append(f"{what} takes what fits into the machine: leave --memory and --store out")
+    problems.note(check_own_plan, config, what)
     if run.recovers:
         why = "a restarted process would choose for itself"
         problems.messages.append(f"{what} with recover: {why}; nearest: --stages {config.world_size}")
@@ -160,10 +162,9 @@ def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None
 def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
     """Raise ConfigError, with all reasons, if the run can't choose its strategy."""
     problems, what, stated = Problems(), f"--strategy {config.strategy}", "--strategy sdp4bit"
-    if config.mesh is not None or config.order or max(config.sequence or 1, config.mesh_shape.tensor) > 1:
-        problems.messages.append(
-            f"{what} finds mesh and order: leave --mesh, --tensor, --order and --sequence.parallel out"
-        )
+    if config.mesh is not None or config.order:
+        fixed = "--stages, --tensor, --sequence.parallel and --experts.parallel fix an axis"
+        problems.messages.append(f"{what} finds mesh and order: leave --mesh and --order out; {fixed}")
     if config.inner is not None:
         problems.messages.append(f"{what} chooses no islands; nearest: --strategy diloco --inner {config.inner}")
     if not isinstance(model, Llama):
@@ -172,12 +173,27 @@ def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
         problems.messages.append(f"{what} with recover: a restarted process can't choose; nearest: {stated}")
     if config.tables.get(PIPELINE, {}).get("across", AUTO) == REPLICAS:
         problems.messages.append(f"{what} finds an order in which stages cross nodes: leave --pipeline.across out")
-    if config.memory is not None or config.store is not None:
-        problems.messages.append(
-            f"{what} takes what fits into the machine: leave --memory and --store out; nearest: {stated}"
-        )
     if config.compile:
         problems.messages.append(f"{what} may cut the model into stages, which are not compiled; nearest: {stated}")
+    problems.note(check_own_plan, config, what)
+    problems.raise_any()
+
+
+def check_own_plan(config: TrainConfig, what: str) -> None:
+    """Raise ConfigError, with all reasons, for options beside a plan that the run makes. what: asks for that."""
+    problems = Problems()
+    if config.plan and Path(config.plan).absolute() != RunDir(config.run_dir).plan.absolute():
+        problems.messages.append(
+            f"--plan {config.plan}: {what} makes a plan of its own; leave one of both out, or train the plan.toml "
+            "beside that file"
+        )
+    with problems.collect():
+        on_gpu = choose_device(config.device, int(os.environ.get("LOCAL_WORLD_SIZE", config.workers)))[0] == "cuda"
+        if on_gpu and config.memory is not None:
+            problems.messages.append(
+                f"--memory {config.memory} with {what}: it bounds a process, and a plan for GPUs knows of their memory "
+                "alone; nearest: leave --memory out, or --device cpu"
+            )
     problems.raise_any()
 
 

@@ -12,13 +12,12 @@ from thinwire.hosts.offload.residence import check_model
 from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.launch.check_parts import loss_of
 from thinwire.losses import head_of
-from thinwire.methods.memory import Floor, Residency, check_across, check_at_once, check_outer, resident_method
+from thinwire.methods.memory import Floor, Residency, check_at_once, check_outer, resident_method
 from thinwire.models.llama import Llama
 from thinwire.models.moe import check_parts
-from thinwire.optim import JOINT, NAMED, WHOLE
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.optimizer import limits_itself, name_of
-from thinwire.run.residency import resolved
+from thinwire.run.residency import check_optimizer, check_tiled, resolved
 from thinwire.run.run import Run
 from thinwire.run.run_dir import RunDir
 from thinwire.tiers import check_folder
@@ -26,25 +25,17 @@ from thinwire.tiers import check_folder
 
 def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     """Raise ConfigError, with all reasons, for what can't lie on a disk, and for a budget or disk that is too small."""
-    residency, problems = run.residency, Problems()
+    residency, problems, optimizer = run.residency, Problems(), run.config.optimizer or ""
     if residency is None:
         return
     axes = {name for name, size in config.mesh_shape.sizes.items() if size > 1}
     resident_method(run.strategy, axes, residency)
     problems.note(check_outer, residency, run.strategy)
-    optimizer = name_of(run.config.optimizer or "")
-    if optimizer in (*NAMED, *JOINT) and residency.optimizer != "memory":
-        with problems.collect():
-            check_across(residency, optimizer, streams=True)
-    elif optimizer in WHOLE and residency.optimizer != "memory":
-        problems.messages.append(
-            f"residency: {optimizer} looks across matrices, and from a disk it gets pieces; nearest: adamw"
-        )
+    problems.note(check_optimizer, residency, optimizer)
     with problems.collect():
         check_tile(config, run, residency, model)
     with problems.collect():
-        limits = limits_itself(run.config.optimizer or "")
-        check_at_once(residency, optimizer, limits=limits, max_norm=config.grad_clip)
+        check_at_once(residency, name_of(optimizer), limits=limits_itself(optimizer), max_norm=config.grad_clip)
     problems.raise_any()
     residency, setup = resolved(run, model)
     floor = Floor.of(residency, setup)
@@ -55,9 +46,7 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
         problems.messages.append(f"--compile: {what} can't be compiled; leave it out")
     micro_batch = derive(config, config.num_shares).micro_batch
     if residency.is_sliced and config.documents:
-        problems.messages.append(
-            "--slices with --documents: the bounds of documents are those of a whole batch; leave one of both out"
-        )
+        problems.note(check_sliced, config, residency)
     elif residency.is_sliced and residency.slices is not None and residency.slices > micro_batch:
         problems.messages.append(
             f"--slices {residency.slices}: a micro-batch has {micro_batch} sequences; nearest: --slices {micro_batch}"
@@ -81,18 +70,34 @@ def own_bytes(config: TrainConfig, residency: Residency) -> int:
     return sum(512 * path.lstat().st_blocks for path in folder.rglob("*") if path.is_file())
 
 
+def check_late_residency(config: TrainConfig, run: Run) -> None:
+    """Raise ConfigError, with all reasons, for what no way to train can have on a disk that the ranks may choose."""
+    residency, problems, optimizer = run.residency, Problems(), run.config.optimizer or ""
+    if residency is None:
+        return
+    problems.note(check_sliced, config, residency)
+    with problems.collect():
+        check_at_once(residency, name_of(optimizer), limits=limits_itself(optimizer), max_norm=config.grad_clip)
+    if residency.needs_store:
+        # How much lies there is known when the ranks have chosen.
+        problems.note(check_folder, residency.folder, 0)
+    problems.raise_any()
+
+
+def check_sliced(config: TrainConfig, residency: Residency) -> None:
+    """Raise ConfigError for slices of a batch whose documents are kept apart."""
+    if residency.is_sliced and config.documents:
+        raise ConfigError(
+            "--slices with --documents: the bounds of documents are those of a whole batch; leave one of both out"
+        )
+
+
 def check_tile(config: TrainConfig, run: Run, residency: Residency, model: nn.Module) -> None:
     """Raise ConfigError for tiles that there can't be. model: only its shapes are used."""
     if residency.tile is None:
         return
-    optimizer, topology = (
-        name_of(run.config.optimizer or ""),
-        Topology.stated(config.world_size, config.local_size or config.workers),
-    )
-    if optimizer in (*NAMED, *JOINT, *WHOLE):
-        raise ConfigError(f"tile: {optimizer} looks across matrices, and a tile would be one to it; nearest: adamw")
-    if resident_method(run.strategy).levels(topology).weights_over > 1:
-        raise ConfigError(f"tile: {config.strategy} gathers weights by layers, whole; nearest: --strategy sdp4bit")
+    topology = Topology.stated(config.world_size, config.local_size or config.workers)
+    check_tiled(residency, run.config.optimizer or "", resident_method(run.strategy), topology)
     shapes = tiled_shapes(model, residency.tile)
     if loss_of(config)[0] == "cut":
         head = model.lm_head if isinstance(model, Llama) else head_of(model)

@@ -63,6 +63,8 @@ def check_minutes(config: TrainConfig, run: Run) -> None:
 def check_fault(text: str, config: TrainConfig) -> None:
     """Raise ConfigError for a fault that can't be read, or that can't fire in this run."""
     fault, num_ranks, stages = faults.parse(text), config.world_size, config.mesh_shape.pipeline
+    if fault.stage is not None and config.plans and not isinstance(config.stages, int):
+        raise ConfigError(f"--inject {text!r}: the ranks choose the stages later; name a rank, or state --stages")
     if fault.stage is not None and fault.stage >= stages:
         raise ConfigError(f"--inject {text!r}: stages are numbered from 0 to {stages - 1}")
     if not has_islands(config.strategy):
@@ -142,7 +144,8 @@ def check_teacher(config: TrainConfig, run: Run | None) -> None:
     is_late = config.chooses_experts or config.chooses_stages or config.is_planned_late
     if axes or is_late or (run is not None and run.has_islands):
         problems.messages.append(
-            "--teacher beside islands, stages, or an axis but data: not supported; leave one of both out"
+            "--teacher beside islands, stages, an axis but data, or auto, which may choose one: not supported; leave "
+            "one of both out"
         )
     if config.compile or config.memory is not None or config.store is not None:
         problems.messages.append("--teacher with --compile, --memory or --store: not supported; leave one of both out")
@@ -159,9 +162,7 @@ def check_documents(config: TrainConfig) -> None:
         f"--tokenizer {config.tokenizer}: has no token for the end of a document": tokenizer is not None
         and tokenizer.end_of_document is None,
         f"--model {config.model}: only thinwire's own models keep documents apart": config.model.startswith("hf:"),
-        "stages: they pass tokens and targets on, and no documents": shape.pipeline > 1
-        or config.chooses_stages
-        or config.is_planned_late,
+        "stages: they pass tokens and targets on, and no documents": shape.pipeline > 1 or config.chooses_stages,
         "--teacher: it is asked about whole sequences": config.teacher is not None,
         "--compile: every batch has other documents": config.compile,
     }

@@ -32,7 +32,7 @@ from thinwire.launch.check_layout import (
     check_tensor,
     sound_options,
 )
-from thinwire.launch.check_memory import check_residency
+from thinwire.launch.check_memory import check_late_residency, check_residency
 from thinwire.launch.check_parts import (
     check_data,
     check_documents,
@@ -109,7 +109,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             problems.note(check_axes, model, sizes)
         if config.mesh_shape.tensor > 1:
             problems.note(check_tensor, config, model)
-        if config.tensor == AUTO and not config.chooses_stages:
+        if config.tensor == AUTO and not config.plans:
             near = f"--stages {AUTO} --tensor {AUTO}"
             problems.messages.append(f"--tensor {AUTO} is found beside the stages; nearest: {near}")
         if config.is_planned_late:
@@ -127,7 +127,9 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             check_sequence(config, run, model)
             check_expert_ranks(config, run, model)
             capacity_rows(config)
-        if run is not None and not wrong_numbers and model is not None:
+        if run is not None and config.plans:
+            check_late_residency(config, run)
+        elif run is not None and not wrong_numbers and model is not None:
             check_residency(config, run, model)
     problems.note(check_teacher, config, run)
     problems.note(check_documents, config)
@@ -254,7 +256,18 @@ def keep_chosen(config: TrainConfig) -> tuple[TrainConfig, list[Row]]:
         planned = f"--strategy {config.strategy}" if config.is_planned_late else f"--stages {config.stages}"
         found = before.strategy if config.is_planned_late else f"{before.stages or 1}"
         rows.append((planned, found, why))
-        kept = ("strategy", "stages", "tensor", "order", "plan", "micro_batch", "tables")
+        kept = (
+            "strategy",
+            "stages",
+            "tensor",
+            "order",
+            "plan",
+            "micro_batch",
+            "store",
+            "activations",
+            "slices",
+            "tables",
+        )
         config = replace(config, **{name: getattr(before, name) for name in kept})
     return config, rows
 
@@ -280,14 +293,14 @@ def prepare(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:
     check_returns(run, num_sequences)
     check_norms(run, num_sequences)
     logging.getLogger("numba").setLevel(logging.WARNING)
-    # What the ranks choose later packs like the stand-in, or as borders do.
+    # What the ranks choose later packs like one of theirs, or as borders do.
     codecs = (*run.codecs, *(Pipeline().codecs if config.is_planned_late else ()))
 
     def compile_kernels() -> None:
         warm(codecs)
         run.strategy.warm()
 
-    if run.residency is not None and run.residency.memory_bytes is not None:
+    if run.memory_bytes is not None:
         # What a compiler leaves in memory would count against the budget of a worker that prepares the run itself.
         apart(compile_kernels)
         apart(checksum.warm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -24,7 +25,7 @@ from thinwire.collectives.incarnations import Incarnations, connect
 from thinwire.collectives.store_gather import gather
 from thinwire.device import Device, choose, take
 from thinwire.errors import PeerLostError, Problems, ThinwireError
-from thinwire.hosts.offload.room import hold_to
+from thinwire.hosts.offload.room import hold_to, limit_bytes
 from thinwire.launch.machine import threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.run.config import with_derived
@@ -49,8 +50,9 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     """
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))[0])
     run = replace(run, config=with_derived(run.config)).with_island_size()
-    if run.residency is not None and run.residency.memory_bytes is not None:
-        hold_to(run.residency.memory_bytes)
+    if run.memory_bytes is not None:
+        # A worker that plans is held to its budget when the plan says what fits.
+        hold_to((limit_bytes() or resource.RLIM_INFINITY) if run.config.plans else run.memory_bytes)
     # Only rank 0 has what was found out before torchrun started the others.
     start, number = start or Start(), place.local_rank
     if run.recovers:
@@ -58,15 +60,7 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     timeout = timedelta(seconds=run.config.timeout)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if run.config.plans:
-        # Few runs need it.
-        from thinwire.launch.reached import require_links
-        from thinwire.planner.chosen_plan import asked_by, plan_run
-
-        own = dist.PrefixStore("thinwire/reached", store)
-        require_links(own, place.rank, place.world_size, asked_by(run.config))
-        run, more = plan_run(run, place, store, start.dtype, number)
-        start = replace(start, effects=[*start.effects, *more])
-        keep_config(run, place)
+        run, start = plan_late(run, place, store, start, number)
     place = place.ordered(run.config.order)
     run, place, start, device, held = join_world(run, place, start, number, store)
     # Only now: SIGTERM must end a worker that still waits for others, who may never come.
@@ -111,6 +105,28 @@ def work(run: Run, place: ProcessPlace, start: Start | None) -> int:
     dist.destroy_process_group()
     del held
     return stop.signum
+
+
+def plan_late(run: Run, place: ProcessPlace, store: dist.Store, start: Start, number: int) -> tuple[Run, Start]:
+    """The run as the ranks plan it, held to its budget, and the rows about that. A collective over all ranks.
+
+    number: of this worker on its machine. Raises ConfigError on all ranks if nothing fits.
+    """
+    # Few runs need it.
+    from thinwire.launch.check_memory import check_residency
+    from thinwire.launch.reached import require_links
+    from thinwire.planner.chosen import skeleton_of
+    from thinwire.planner.chosen_plan import asked_by, plan_run
+
+    own = dist.PrefixStore("thinwire/reached", store)
+    require_links(own, place.rank, place.world_size, asked_by(run.config))
+    run, more = plan_run(run, place, store, start.dtype, number)
+    if run.memory_bytes is not None:
+        hold_to(run.memory_bytes)
+    if run.residency is not None:
+        check_residency(run.config, run, skeleton_of(run.config))
+    keep_config(run, place)
+    return run, replace(start, effects=[*start.effects, *more])
 
 
 def work_on(run: Run, place: ProcessPlace, start: Start) -> int:

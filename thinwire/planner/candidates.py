@@ -10,11 +10,14 @@ from itertools import product
 from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.flags import flag
 from thinwire.layout.mesh import apart
 from thinwire.methods.options import FP32
 from thinwire.methods.pipeline.options import FITTED, Pipeline
 from thinwire.methods.pipeline.recompute import AUTO
+from thinwire.options import RESIDENCY
 from thinwire.planner.settings import name_of, table_of
+from thinwire.run.places import FLAT
 
 # Orders that some case makes the fastest; the others hold more, or wait longer on a link.
 PLANS = (FITTED, "1f1b", "zbv")
@@ -35,6 +38,7 @@ class Candidate:
         tensor: ranks over which the matrices of each replica are cut.
         sequence: ranks that share each sequence of a replica.
         memory: most memory of a rank, such as 800mb, where the rest lies on a disk; empty: all is in memory.
+        held: other options of what lies where, by the names of Residency; empty, as `memory`: all is kept in memory.
         experts: ranks that share the experts of a mixture; each is a replica with data of its own.
         outer: method of islands, or one of its settings; each island trains as the fields above say. Empty: there are
             none.
@@ -53,6 +57,7 @@ class Candidate:
     tensor: int = 1
     sequence: int = 1
     memory: str = ""
+    held: tuple[tuple[str, Any], ...] = ()
     experts: int = 1
     outer: str = ""
     islands: int = 1
@@ -97,6 +102,16 @@ class Candidate:
         return "an island of several machines is not supported yet" if self.nodes > 1 else ""
 
     @property
+    def is_resident(self) -> bool:
+        """Whether a part lies on a disk, or is computed again without a pipeline."""
+        return bool(self.memory or self.held)
+
+    @property
+    def residency(self) -> dict[str, Any]:
+        """The options of what lies where; empty: all is kept in memory."""
+        return {**({"memory": self.memory} if self.memory else {}), **dict(self.held)}
+
+    @property
     def sharing(self) -> int:
         """Number of ranks that the strategy joins: copies, and ranks that share a sequence."""
         return self.replicas * self.sequence
@@ -129,7 +144,7 @@ class Candidate:
         axes = {"stages": self.stages, "experts.parallel": self.experts, "sequence.parallel": self.sequence}
         cut = [f"--{axis} {ranks}" for axis, ranks in (axes | {"tensor": self.tensor}).items() if ranks > 1]
         table += [f"--experts.{name} {value}" for name, value in self.travel]
-        table += [f"--memory {self.memory}"] if self.memory else []
+        table += residency_flags(self.residency)
         table += [f"--local-size {self.group}"] if self.group else []
         for name, options in self.settings.items():
             table += [f"--{name}.{option} {shlex.quote(str(value))}" for option, value in options.items()]
@@ -138,6 +153,11 @@ class Candidate:
             size = self.num_ranks // self.islands
             strategy = f"--strategy {name_of(self.outer)} --inner {self.strategy} --local-size {size}"
         return " ".join([*cut, f"--micro-batch {self.micro_batch}", strategy, *table])
+
+
+def residency_flags(options: Mapping[str, Any]) -> list[str]:
+    """The flags of options of what lies where."""
+    return [f"{flag(name if name in FLAT else f'{RESIDENCY}.{name}')} {value}" for name, value in options.items()]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from thinwire.planner.optimizers import ADAMW
 from thinwire.planner.settings import methods_of, name_of, settings_of
 from thinwire.registry import STRATEGIES, class_of
 from thinwire.run.optimizer import name_of as optimizer_name
+from thinwire.table import Row
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class StrategyChoice:
         is_mixture: whether the model is a mixture of experts.
         left_out: methods of islands that are priced, but not to be chosen.
         aside: settings that are priced, but not to be chosen.
+        dropped: rows on strategies that the optimizer does not go with.
     """
 
     inner: tuple[str, ...]
@@ -39,6 +41,7 @@ class StrategyChoice:
     left_out: frozenset[str] = frozenset()
     is_mixture: bool = False
     aside: frozenset[str] = frozenset()
+    dropped: tuple[Row, ...] = ()
 
     def why_not(self, way: Candidate) -> str:
         """Why a candidate is not to be chosen; empty: it may be."""
@@ -88,11 +91,14 @@ def choice_of(
     outer = tuple(name for name in names if has_islands(name))
     plain = tuple(name for name in names if not has_islands(name))
     inner = plain or CHOSEN_FROM
-    methods = methods_of((*inner, *outer), tables)
+    methods, dropped = methods_of((*inner, *outer), tables), dict[str, list[str]]()
     if (name := optimizer_name(optimizer)) != ADAMW:
         taking = tuple(each for each in inner if name in methods[each].optimizers)
         if not taking:
             raise ConfigError(f"--optimizer {optimizer}: none of {', '.join(inner)} takes it; nearest: {ADAMW}")
+        for each in inner:
+            if each not in taking:
+                dropped.setdefault(f"such a strategy {methods[each].optimizers_reason}", []).append(each)
         inner, plain = taking, tuple(each for each in plain if each in taking)
     own = (*inner, *outer)
     tried = settings_of({name: methods[name] for name in names if name in own}, tables) if has_settings else {}
@@ -106,5 +112,6 @@ def choice_of(
     inner += tuple(text for text in tried if name_of(text) in plain)
     outer += tuple(text for text in tried if name_of(text) in outer)
     return StrategyChoice(
-        inner, outer, methods | tried, objective, bool(plain), left_out, aside=frozenset(aside)
+        inner, outer, methods | tried, objective, bool(plain), left_out, aside=frozenset(aside),
+        dropped=tuple((f"--optimizer {optimizer}", f"without {', '.join(each)}", why) for why, each in dropped.items()),
     )  # fmt: skip

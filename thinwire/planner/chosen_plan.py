@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from thinwire.calibration import calibrate
+from thinwire.calibration.process import process_memory
 from thinwire.calibration.reach import all_on_this_machine
 from thinwire.calibration.work import LONGEST_S
 from thinwire.collectives import Communicator
 from thinwire.collectives.groups import forget_groups
-from thinwire.collectives.store_gather import told_by_first
+from thinwire.collectives.store_gather import of_all_ranks, told_by_first
 from thinwire.cost import Machine
 from thinwire.cost.machine import LAYER, MIXTURE
 from thinwire.data import load_tokenizer
 from thinwire.device import choose, take
 from thinwire.errors import ConfigError
+from thinwire.hosts.offload.room import data_bytes
+from thinwire.methods.memory import LENT_RATE, read_byte_rate
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, build_skeleton
 from thinwire.options import CHOSEN_FROM, EXPERTS, PIPELINE, model_table
 from thinwire.planner.optimizers import ADAMW, COUNTED
 from thinwire.planner.options import AUTO
 from thinwire.planner.plan import ALL_AXES, plan
+from thinwire.planner.prices import reserved_bytes
 from thinwire.planner.settings import methods_of
 from thinwire.planner.training_plan import TrainingPlan, with_tables
 from thinwire.report.units import seconds_text
@@ -35,9 +43,13 @@ from thinwire.run.config import TrainConfig, derive
 from thinwire.run.effects import batch_row, pipeline_rows, unused_rows
 from thinwire.run.optimizer import name_of
 from thinwire.run.place import ProcessPlace
+from thinwire.run.places import residency_options
 from thinwire.run.run import Run
 from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
+
+# Bytes to which what a process holds is rounded up.
+HELD_UNIT = 16_000_000
 
 
 def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None, number: int) -> tuple[Run, list[Row]]:
@@ -58,15 +70,23 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
     table = config.tables.get(model_table(config.model) or "", {})
     model = build_skeleton(config.model, tokenizer.vocab_size, config.seq_len, table)
     assert isinstance(model, Llama)
-    machine = measured(config, model, dtype, number)
+    budget = min(of_all_ranks(math.inf if run.memory_bytes is None else run.memory_bytes, "its budget"))
+    machine = measured(run, model, dtype, number)
+    held = max(of_all_ranks(data_bytes() if budget < math.inf else 0, "what it holds"))
     told: tuple[str, dict[str, Any], list[Row]] = "", {}, []
     if place.rank == 0:
         measured_s = time.perf_counter() - start
         try:
-            found = planned(config, model, machine, dtype)
+            if budget < math.inf:
+                # What planning leaves in this process counts too; the first plan shows it.
+                with suppress(ConfigError):
+                    planned(config, model, machine, dtype, budget)
+                held = max(held, data_bytes())
+            found = planned(config, model, machine, dtype, budget, held)
             planned_s = time.perf_counter() - start - measured_s
             spent = f"measured in {seconds_text(measured_s)}, planned in {seconds_text(planned_s)}"
-            rows = [*found.rows(asked_by(config)), *rows_on(machine, spent, config), *optimizer_rows(config)]
+            rows = [*found.rows(asked_by(config)), *found.memory_rows(residency_options(config))]
+            rows += [*documents_rows(config), *rows_on(machine, spent, config), *optimizer_rows(config)]
             told = "", {**changes(config, found), "plan": str(RunDir(config.run_dir).plan)}, rows
             RunDir(config.run_dir).machine.write_text(machine.to_json())
             RunDir(config.run_dir).plan.write_text(found.to_json())
@@ -83,12 +103,15 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
     if place.rank:
         # Nodes of the lab share a terminal, and the rows are long.
         return made, []
-    rows += [row for row in unused_rows(made) if row[0].startswith(f"--{EXPERTS}.")]
+    # What the choice has no use for; of the rest it was said before.
+    said = {asked for asked, _, _ in unused_rows(run)}
+    rows += [row for row in unused_rows(made) if row[0] not in said]
     return made, [*rows, batch_row(made.config, batch, made.config.num_shares), *pipeline_rows(made, batch)]
 
 
-def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Machine:
+def measured(run: Run, model: Llama, dtype: str, number: int) -> Machine:
     """The ranks and links of a run, measured with the work of its candidates. A collective over the default group."""
+    config = run.config
 
     def say(line: str) -> None:
         if dist.get_rank() == 0:
@@ -100,12 +123,33 @@ def measured(config: TrainConfig, model: Llama, dtype: str, number: int) -> Mach
     used = (*borders, *(codec for method in methods for codec in method.codecs))
     codecs = dict.fromkeys(map(str, used))
     comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
-    machine = calibrate(
-        comm, layers=[replace(model.config, num_hidden_layers=1)], dtypes=[dtype], codecs=codecs,
-        device=take(kind, number), longest_s=LONGEST_S, say=say,
-    )  # fmt: skip
+    with disk_folder(run) as folder:
+        machine = calibrate(
+            comm, layers=[replace(model.config, num_hidden_layers=1)], dtypes=[dtype], codecs=codecs,
+            device=take(kind, number), folder=folder, longest_s=LONGEST_S, say=say,
+        )  # fmt: skip
     comm.close()
+    if (lent := os.environ.get(LENT_RATE)) is not None and folder is not None:
+        # Of each rank; those of a machine share its disk.
+        most = read_byte_rate(lent) * max(map(machine.cores.hosts.count, machine.cores.hosts))
+        machine = replace(machine, disk=(min(machine.disk[0], most), min(machine.disk[1], most)))
     return machine
+
+
+@contextmanager
+def disk_folder(run: Run) -> Iterator[Path | None]:
+    """Yield the folder on the disk of a run, if a part may lie there. Removed again, if it was made for this."""
+    if run.residency is None or not run.residency.needs_store:
+        yield None
+        return
+    folder = run.residency.folder
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+    if is_new:
+        # Another rank may have found something to put there.
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def asked_by(config: TrainConfig) -> str:
@@ -118,17 +162,36 @@ def strategies_of(config: TrainConfig) -> tuple[str, ...]:
     return CHOSEN_FROM if config.is_planned_late else (config.strategy,)
 
 
-def planned(config: TrainConfig, model: Llama, machine: Machine, dtype: str) -> TrainingPlan:
-    """The fastest plan, with everything that is stated kept. Raises ConfigError if nothing fits."""
+def planned(
+    config: TrainConfig, model: Llama, machine: Machine, dtype: str, budget: float = math.inf, held: float = 0.0
+) -> TrainingPlan:
+    """The fastest plan, with everything that is stated kept. Raises ConfigError if nothing fits.
+
+    budget: most memory of each process, in bytes. held: what of it a process has before it has a model.
+    """
     stages = config.stages if isinstance(config.stages, int) else None
-    stated = ("tensor",) if config.tensor == AUTO else ()
-    return plan(
+    options = residency_options(config)
+    typed, is_held = options.pop("memory", None), budget < math.inf
+    # From start to start it differs by some megabytes, and a floor that is named must suffice.
+    held = HELD_UNIT * math.ceil(held / HELD_UNIT)
+    reserved = max(reserved_bytes(process_memory()), held - machine.base_bytes) if is_held else 0.0
+    found = plan(
         model, machine, tokens_per_step=derive(config, config.world_size).tokens_per_step, seq_len=config.seq_len,
-        micro_batch=config.micro_batch, strategies=strategies_of(config), stages=stages, dtype=dtype,
-        loss=config.loss, tables=config.tables, axes=ALL_AXES if config.is_planned_late else stated,
-        optimizer=config.optimizer or ADAMW, has_settings=config.is_planned_late,
+        micro_batch=config.micro_batch, memory_bytes=budget if is_held else None,
+        strategies=strategies_of(config), stages=1 if config.documents else stages,
+        tensor=config.tensor if isinstance(config.tensor, int) else None, dtype=dtype, loss=config.loss,
+        tables=config.tables, axes=axes_of(config), optimizer=config.optimizer or ADAMW,
+        has_settings=config.is_planned_late, residency=options, reserved_bytes=reserved,
         has_groups=config.is_planned_late and config.local_size is None,
     )  # fmt: skip
+    return found.held_to(typed, min(budget, machine.memory_bytes))
+
+
+def axes_of(config: TrainConfig) -> tuple[str, ...]:
+    """The axes over which ranks may be divided, besides data and stages."""
+    if config.is_planned_late:
+        return ALL_AXES
+    return ("tensor",) if config.tensor == AUTO else ()
 
 
 def changes(config: TrainConfig, found: TrainingPlan) -> dict[str, Any]:
@@ -150,7 +213,15 @@ def rows_on(machine: Machine, spent: str, config: TrainConfig) -> list[Row]:
     links = f", links {min(rates):.3g} to {max(rates):.3g} Mbit/s" if rates else ""
     flops = next(rate for kind, rate in machine.rates.items() if kind.split()[0] in (LAYER, MIXTURE))
     where = "; loopback, no network: a plan for this machine alone" if all_on_this_machine(machine.num_ranks) else ""
-    return [("measured for it", f"{flops / 1e9:.3g} GFLOP/s a rank{links}", f"{spent}{where}")]
+    written, read = (1e-6 * rate for rate in machine.disk)
+    disk = f", disk {written:.3g} MB/s written and {read:.3g} read" if math.isfinite(written + read) else ""
+    return [("measured for it", f"{flops / 1e9:.3g} GFLOP/s a rank{links}{disk}", f"{spent}{where}")]
+
+
+def documents_rows(config: TrainConfig) -> list[Row]:
+    """A row about what is left out for documents."""
+    why = "they pass tokens and targets on, and no documents"
+    return [("--documents", "without stages", why)] if config.documents else []
 
 
 def optimizer_rows(config: TrainConfig) -> list[Row]:

@@ -34,13 +34,14 @@ def why_not_by(strategy: Method, optimizer: str | None) -> str:
     return f"trains by it too, but its state is not counted; counted are {', '.join(counted)}"
 
 
-def takes(optimizer: str, way: Candidate) -> bool:
-    """Whether an optimizer can step what a rank has of the model in this way to train."""
+def why_not_stepped(optimizer: str, way: Candidate) -> str:
+    """Why an optimizer can't step what a rank has of the model in this way to train; empty: it can."""
     name = name_of(optimizer)
-    if way.outer:
-        return name == ADAMW
-    is_whole = way.tensor == 1 or name not in WHOLE or name in MESHED
-    return is_whole and (name not in JOINT or way.stages * way.experts == 1)
+    if way.outer and name != ADAMW:
+        return f"islands are planned for {ADAMW} alone"
+    if way.tensor > 1 and name in WHOLE and name not in MESHED:
+        return "it needs whole tensors"
+    return "it looks across all parameters" if name in JOINT and way.stages * way.experts > 1 else ""
 
 
 def by_optimizer(plan: MethodPlan, strategy: Method, model: nn.Module, optimizer: str, grid: Topology) -> MethodPlan:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from thinwire.cost import Machine
 from thinwire.errors import ConfigError, Problems, nearest
 from thinwire.models import Llama, MoELlama, build_skeleton
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.tensor import tensor_sizes
-from thinwire.options import EXPERTS, PIPELINE, Tables, model_table
+from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, Tables, model_table
 from thinwire.planner.candidates import AxisSizes, Candidate, candidates
 from thinwire.planner.choice import choice_of
 from thinwire.planner.grouping import with_groups
 from thinwire.planner.memory import Estimator, Offset
-from thinwire.planner.optimizers import ADAMW, takes
+from thinwire.planner.optimizers import ADAMW
 from thinwire.planner.options import AUTO
 from thinwire.planner.prices import disk_floor
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Search
 from thinwire.planner.selection import searched
 from thinwire.planner.sizes import no_mesh, wrong_sizes
+from thinwire.planner.stated import KeptOptions, no_way_left
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import bytes_text, enough_text
 
@@ -43,6 +44,7 @@ def plan(
     memory_bytes: float | None = None,
     strategies: Sequence[str] | None = None,
     stages: int | None = None,
+    tensor: int | None = None,
     dtype: str = "fp32",
     loss: str = "auto",
     vocab_size: int = 257,
@@ -52,6 +54,8 @@ def plan(
     optimizer: str = ADAMW,
     has_settings: bool = True,
     has_groups: bool = True,
+    residency: Mapping[str, Any] | None = None,
+    reserved_bytes: float = 0.0,
 ) -> TrainingPlan:
     """Find the fastest way to train on a machine: strategy, mesh, groups, micro-batch, borders, and the order of ranks.
 
@@ -69,6 +73,7 @@ def plan(
         strategies: those to choose from, methods of islands included; None: those that learn as much from a token as
             exact training. Methods of islands are then priced too, and chosen if it is known what they learn.
         stages: of a pipeline; None: free.
+        tensor: ranks over which matrices are cut; None: free.
         dtype: compute type, "fp32" or "bf16".
         loss: "plain", "cut", or "auto", as for `thinwire train`.
         vocab_size: of a preset.
@@ -79,6 +84,9 @@ def plan(
             meshes that it can't train with are left out.
         has_settings: whether settings of strategies are tried that are not stated; see `Method.worth_trying`.
         has_groups: whether a strategy may take other ranks than those of a machine for one node.
+        residency: options of what lies where that every way has, by the names of `thinwire.Residency`, but its memory;
+            None: all is kept in memory, but for what `memory_bytes` leaves no room for. A store of "none" is no disk.
+        reserved_bytes: of a process, what `memory_bytes` counts and it does not use.
 
     Raises ConfigError if nothing fits; it names the least memory that would do.
     """
@@ -99,36 +107,47 @@ def plan(
     problems.raise_any()
     assert choice is not None
     choice = replace(choice, is_mixture=isinstance(llama, MoELlama))
+    budget = "" if memory_bytes is None else f"{int(min(machine.memory_bytes, memory_bytes) / 1e6)}mb"
+    stated = KeptOptions(optimizer, residency or {}, budget)
     pricing = Pricing(
-        llama, machine, choice.methods, seq_len, dtype, estimator or Offset(), tables, loss, optimizer=optimizer
+        llama, machine, choice.methods, seq_len, dtype, estimator or Offset(), tables, loss, optimizer=optimizer,
+        reserved_bytes=reserved_bytes,
     )  # fmt: skip
     listed = [
         way
         for way in candidates(
             ranks, len(llama.model.layers), tokens_per_step // seq_len, choice.inner, tables.get(PIPELINE, {}),
-            micro_batch, axes_of(llama, machine, seq_len, tables, axes), choice.outer,
+            micro_batch, axes_of(llama, machine, seq_len, tables, axes, tensor), choice.outer,
         )
-        if stages in (None, way.stages) and (way.outer or choice.has_plain) and takes(optimizer, way)
+        if stages in (None, way.stages) and (way.outer or choice.has_plain)
     ]  # fmt: skip
     listed = [*with_groups(listed, pricing)] if has_groups else listed
     if not listed:
-        raise no_mesh(ranks, tokens_per_step, seq_len, tables, strategies, stages)
+        raise no_mesh(ranks, tokens_per_step, seq_len, tables, strategies, stages, tensor)
+    listed, left = stated.split(listed, choice.methods)
+    left = [*choice.dropped, *left]
+    if not listed:
+        raise no_way_left(left)
     memory = min(machine.memory_bytes, memory_bytes or machine.memory_bytes)
-    found = searched(listed, pricing, choice, memory, None if memory_bytes is None else memory)
+    rest = budget if stated.has_rest else ""
+    found = searched(listed, pricing, choice, memory, rest, stated.residency)
     if not found.fastest:
         raise nothing_fits(found, pricing, memory)
-    return TrainingPlan(machine, found, tokens_per_step, seq_len, pricing, choice.objective)
+    return TrainingPlan(
+        machine, found, tokens_per_step, seq_len, pricing, choice.objective, tuple(left),
+        budget="" if machine.on_gpu else budget,
+    )  # fmt: skip
 
 
 def nothing_fits(found: Search, pricing: Pricing, memory: float) -> ConfigError:
     """The error of a search in which no way fits, with the least memory that would do. memory: of a rank, in bytes."""
-    if not found.too_large:
-        return ConfigError(*found.refused)
     floors = floors_on_disk(found, pricing)
-    least = min([*floors.values(), *(each.memory_bytes for each in found.too_large if not each.candidate.memory)])
-    # Floors of single ways would be told beside the least of all.
-    others = [why for why, ways in found.refused.items() if not floors.keys() & set(ways)]
-    why = f"memory of {bytes_text(memory)} a rank: no way to train fits; the least is {enough_text(least)}"
+    needs = [*floors.values(), *(each.memory_bytes for each in found.too_large if not each.candidate.memory)]
+    if not needs:
+        return ConfigError(*found.refused)
+    # Floors of single ways would be told beside the least of all, and that others keep all in memory.
+    others = [why for why, ways in found.refused.items() if not floors or not all(way.is_resident for way in ways)]
+    why = f"memory of {bytes_text(memory)} a rank: no way to train fits; the least is {enough_text(min(needs))}"
     return ConfigError(why, *others)
 
 
@@ -136,24 +155,28 @@ def floors_on_disk(found: Search, pricing: Pricing) -> dict[Candidate, float]:
     """The smallest budget in bytes of each candidate of which a part can lie on a disk, but was too large."""
     refused = [way for ways in found.refused.values() for way in ways]
     floors: dict[Candidate, float] = {}
-    if math.inf not in pricing.machine.disk:
-        for way in (*refused, *(priced.candidate for priced in found.too_large)):
-            if way.memory:
-                with suppress(ConfigError):
-                    floors[way] = disk_floor(pricing, way)
+    for way in (*refused, *(priced.candidate for priced in found.too_large)):
+        if way.memory:
+            # What is not measured has no floor.
+            with suppress(ConfigError):
+                floors[way] = disk_floor(pricing, way)
     return floors
 
 
-def axes_of(llama: Llama, machine: Machine, seq_len: int, tables: Tables, axes: Collection[str]) -> AxisSizes:
-    """The numbers of ranks to try on each axis."""
+def axes_of(
+    llama: Llama, machine: Machine, seq_len: int, tables: Tables, axes: Collection[str], tensor: int | None = None
+) -> AxisSizes:
+    """The numbers of ranks to try on each axis; those that are stated alone, if they can be."""
     ranks, local = machine.num_ranks, machine.local_size
     is_mixture, experts = isinstance(llama, MoELlama), tables.get(EXPERTS, {}).get("parallel", AUTO)
-    sizes = sequence_sizes(llama.config, seq_len, ranks)
+    tensors = tensor_sizes(llama.config, local) if "tensor" in axes or tensor is not None else [1]
+    shared = sequence_sizes(llama.config, seq_len, ranks) if "sequence" in axes else [1]
+    sequence = tables.get(SEQUENCE, {}).get("parallel")
     # Equal parts of a machine, or whole ones.
     parts = [size for size in range(1, ranks) if local % size == 0 or ranks % size == size % local == 0]
     return AxisSizes(
-        tensors=tensor_sizes(llama.config, local) if "tensor" in axes else (1,),
-        sequences=sizes if "sequence" in axes else (1,),
+        tensors=[size for size in tensors if tensor in (None, size)],
+        sequences=[size for size in shared if sequence in (None, size)],
         experts=expert_sizes(llama, ranks) if experts == AUTO else (experts,) if is_mixture else (1,),
         islands=[ranks // size for size in parts] if "island" in axes else (), local_size=local,
     )  # fmt: skip

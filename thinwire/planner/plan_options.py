@@ -42,7 +42,17 @@ class PlanConfig:
     stages: int | None = None
     """Stages of a pipeline; by default those of the fastest."""
     memory: str | None = None
-    """Memory of one rank, such as 8gb; by default what the machines have."""
+    """Memory of one rank, such as 8gb; by default what the machines have. The run is held to it."""
+    store: str | None = None
+    """Folder on a disk for what does not fit, or, without --memory, for all that can lie there, as in `thinwire train`;
+    none: nothing lies on a disk."""
+    activations: str | None = None
+    """What a forward keeps for its backward, as for `thinwire train`; ways that can't do so are left out."""
+    slices: int | None = None
+    """Parts of a micro-batch that each layer computes in turn, as for `thinwire train`; ways that can't do so are left
+    out."""
+    optimizer: str | None = None
+    """Optimizer with its options, as for `thinwire train`, by default adamw; ways that it can't train are left out."""
     runs: str | None = None
     """Folder of earlier runs under plans; the memory of a process is learnt from them. By default it is 1.5 times what
     is counted, and what a process holds before it has a model."""

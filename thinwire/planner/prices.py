@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
-from thinwire.calibration.process import USUAL
+from thinwire.calibration.process import USUAL, ProcessMemory
 from thinwire.cost.graph import ROUND
 from thinwire.cost.simulator import COMMUNICATION, TRAINING
 from thinwire.errors import ConfigError
+from thinwire.hosts.offload.counted import kept_ways
+from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.methods.memory import Floor, Residency, Setup, placed as parts_of, resident_method, settled
+from thinwire.models import MoELlama
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.mixture import price_experts
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.rough import best_order
 from thinwire.planner.search import Priced
+from thinwire.run.places import completed
+from thinwire.run.residency import check_optimizer, check_tiled
 
 
 def price_one(pricing: Pricing, way: Candidate) -> Priced:
@@ -22,7 +28,7 @@ def price_one(pricing: Pricing, way: Candidate) -> Priced:
     pricing.check(way)
     if way.experts > 1:
         return price_experts(pricing, way, best_order(pricing, way))
-    if way.memory:
+    if way.is_resident:
         return resident(pricing, way)
     return alone(pricing, way) if way.stages == 1 else in_stages(pricing, way)
 
@@ -66,22 +72,24 @@ def alone(pricing: Pricing, way: Candidate) -> Priced:
 
 
 def resident(pricing: Pricing, way: Candidate) -> Priced:
-    """The costs of a candidate of which a part lies on a disk: what a step moves is not hidden by computing."""
-    written, read = pricing.machine.disk
-    if math.inf in (written, read):
-        raise ConfigError("the disk was not measured; nearest: thinwire calibrate --disk FOLDER")
-    whole = alone(pricing, replace(way, memory=""))
+    """The costs of a candidate of which a part is computed again, or on a disk: computing does not hide its bytes."""
     residency, setup = on_disk(pricing, way)
-    budget = residency.memory_bytes or 0
-    Floor.of(residency, setup).check(budget)
+    whole = alone(pricing, replace(way, memory="", held=()))
+    Floor.of(residency, setup).check(residency.memory_bytes)
     parts = list(parts_of(residency, setup))
+    written, read = pricing.machine.disk
     hosts = pricing.machine.cores.hosts
-    # All ranks of a machine use its disk at once.
+    # All ranks of a machine use its disk at once; a stated rate is each rank's own.
     moved_s = sum(part.read / read + part.written / written for part in parts) * max(map(hosts.count, hosts))
+    if residency.rate is not None:
+        moved_s = max(moved_s, sum(part.read + part.written for part in parts) / residency.rate)
     # A layer is computed again before its backward, with a third of the operations of a whole pass.
     again_s = whole.terms["compute_s"] / 3 if residency.recomputes else 0.0
     step_s = whole.step_s + again_s + moved_s
-    memory = min(whole.memory_bytes, sum(part.memory for part in parts) + unusual_bytes(pricing))
+    held = sum(part.memory for part in parts) + unusual_bytes(pricing)
+    # Of a mixture they are not among the parts.
+    held += pricing.kept_bytes(way) if setup.kept is None else 0.0
+    memory = min(whole.memory_bytes + pricing.reserved_bytes, held)
     terms = {**whole.terms, "step_s": step_s, "compute_s": whole.terms["compute_s"] + again_s, "peak_rss_bytes": memory}
     return replace(whole, candidate=way, step_s=step_s, memory_bytes=memory, terms=terms)
 
@@ -98,18 +106,36 @@ def disk_floor(pricing: Pricing, way: Candidate) -> float:
 
 def unusual_bytes(pricing: Pricing) -> float:
     """What a process of this machine holds before it has a model, beyond the usual one of which floors are made."""
-    return max(0.0, pricing.machine.base_bytes - USUAL.data)
+    return max(0.0, pricing.machine.base_bytes + pricing.reserved_bytes - USUAL.data)
+
+
+def reserved_bytes(process: ProcessMemory) -> float:
+    """What a budget counts of a process, and it does not use: stacks of threads, and what was never touched."""
+    return max(0.0, process.data - process.resident)
 
 
 def on_disk(pricing: Pricing, way: Candidate) -> tuple[Residency, Setup]:
-    """Where the parts of a candidate under a budget lie, and what they are. Raises ConfigError."""
-    layer, ends = pricing.layer_and_ends(way)
-    num_layers = len(pricing.model.model.layers)
-    borders = 4 * num_layers * pricing.seq_len * pricing.model.config.hidden_size
-    kept = {
-        "keep": int(pricing.kept_bytes(way)),
-        "recompute": int(layer.kept(way.micro_batch) + ends.kept(way.micro_batch) + way.micro_batch * borders),
-    }
-    method = resident_method(pricing.methods[way.strategy])
-    setup = Setup(method, pricing.model, pricing.replicas(way), way.num_micro_batches, kept)
-    return settled(Residency(memory=way.memory), setup), setup
+    """Where the parts of a candidate lie, and what they are. Raises ConfigError for what can't lie so."""
+    residency, method = Residency(**completed(way.residency)), resident_method(pricing.methods[way.strategy])
+    check_optimizer(residency, pricing.optimizer)
+    check_tiled(residency, pricing.optimizer, method, pricing.replicas(way))
+    if residency.needs_store and math.inf in pricing.machine.disk:
+        raise ConfigError("the disk was not measured; nearest: thinwire calibrate --disk FOLDER")
+    setup = Setup(
+        method, tiled_shapes(pricing.model, residency.tile), pricing.replicas(way), way.num_micro_batches,
+        kept_of(pricing, way, residency), pricing.across,
+        is_built_whole=isinstance(pricing.model, MoELlama),
+    )  # fmt: skip
+    return settled(residency, setup), setup
+
+
+def kept_of(pricing: Pricing, way: Candidate, residency: Residency) -> dict[str, int] | None:
+    """What a micro-batch takes by what becomes of activations; None of a mixture, as in a run."""
+    if isinstance(pricing.model, MoELlama):
+        return None
+    given = pricing.loss, way.micro_batch, pricing.seq_len, pricing.dtype, min(residency.slices or 1, way.micro_batch)
+    return counted_ways(pricing.model.config, *given, residency.tile, residency.sampled)
+
+
+# A plan asks for few, and for each of them many times.
+counted_ways = lru_cache(kept_ways)

@@ -13,9 +13,11 @@ from thinwire.collectives import Topology
 from thinwire.collectives.gather import gather_bytes
 from thinwire.cost import Machine, Message, Timeline, Work, simulate
 from thinwire.cost.machine import LAYER, MIXTURE
+from thinwire.hosts.sums import across_of
 from thinwire.losses import loss_in_effect
 from thinwire.methods.experts import check_data_method
 from thinwire.methods.interface import Method, MethodPlan
+from thinwire.methods.memory import Across
 from thinwire.methods.pipeline.drawn import OPERATION as BETWEEN_STAGES, Joined
 from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import check_stages
@@ -23,6 +25,7 @@ from thinwire.methods.schedule import END, RING, PlannedExchanges, plain
 from thinwire.methods.sequence.inside import check_strategy
 from thinwire.models import Llama, MoELlama
 from thinwire.models.llama import LlamaConfig
+from thinwire.optim import WHOLE
 from thinwire.options import Tables
 from thinwire.planner.attention import AttentionCost, attention_of
 from thinwire.planner.candidates import Candidate
@@ -35,7 +38,7 @@ from thinwire.planner.parts import work_of
 from thinwire.planner.placed import PlacedMachine
 from thinwire.planner.stages import Stages, stages_of
 from thinwire.registry import check_on_mesh
-from thinwire.run.optimizer import name_of
+from thinwire.run.optimizer import name_of, optimizer_over
 
 # The operation of the ranks' word on a step.
 WORD = "all_gather_exact"
@@ -72,8 +75,9 @@ class Pricing:
 
     methods: by name of the strategy, and of the method of islands. dtype: the compute type. estimator: of the memory of
     a process. tables: options that are stated. loss: as for `thinwire train`. optimizer: whose state is counted where
-    the model is not cut; elsewhere AdamW's is. spreads, orders, groups: what islands exchange, the best orders of
-    nodes, and other groups of ranks than machines, once they are known.
+    the model is not cut; elsewhere AdamW's is. reserved_bytes: of a process, what it does not use but a budget counts.
+    spreads, orders, groups: what islands exchange, the best orders of nodes, and other groups of ranks than machines,
+    once they are known.
     """
 
     model: Llama
@@ -85,6 +89,7 @@ class Pricing:
     tables: Tables = field(default_factory=dict)
     loss: str = "auto"
     optimizer: str = ADAMW
+    reserved_bytes: float = 0.0
     spreads: dict[Hashable, dict[tuple[str, str], int]] = field(default_factory=dict)
     orders: dict[Hashable, RankOrder] = field(default_factory=dict)
     groups: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
@@ -104,6 +109,13 @@ class Pricing:
     def config(self) -> LlamaConfig:
         """Sizes of a dense model of the same work: a token of a mixture passes through some of its experts."""
         return dense_of(self.model.config)
+
+    @cached_property
+    def across(self) -> Across | None:
+        """The optimizer with what it looks across in the model; None: it looks across nothing, or is not counted."""
+        if name_of(self.optimizer) not in WHOLE:
+            return None
+        return across_of(optimizer_over(self.optimizer, self.model, lr=0.0, weight_decay=0.0, seed=0), self.model)
 
     def on(self, ranks: Sequence[int]) -> Pricing:
         """The same on some of the ranks."""

@@ -106,7 +106,7 @@ def search(
 
 def as_kept(way: Candidate) -> Candidate:
     """The same candidate, with all activations kept, and all of it in memory."""
-    return replace(way, pipeline=replace(way.pipeline, recompute="never"), memory="")
+    return replace(way, pipeline=replace(way.pipeline, recompute="never"), memory="", held=())
 
 
 def ranked(

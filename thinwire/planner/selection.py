@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.methods.memory.residency import RECOMPUTE
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.choice import StrategyChoice
 from thinwire.planner.islands import islands_of, price, roughly_islands
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.rough import rough_bytes, rough_s
 from thinwire.planner.search import Priced, Search, as_kept, ranked
+from thinwire.run.places import NO_STORE
 
 # Candidates that are simulated: the fastest by closed forms that fit; and where none fits, as many more whose passes
 # are the smallest.
@@ -24,20 +27,25 @@ SLACK = 1.25
 
 
 def searched(
-    listed: Sequence[Candidate], pricing: Pricing, choice: StrategyChoice, memory: float, budget: float | None
-) -> Search:
+    listed: Sequence[Candidate], pricing: Pricing, choice: StrategyChoice, memory: float, budget: str,
+    held: Mapping[str, Any],
+) -> Search:  # fmt: skip
     """Price the candidates that closed forms find fast; where none of these fits, those of the smallest passes too.
 
-    memory: of a rank, in bytes. budget: what of it is stated, beyond which a disk is tried.
+    memory: of a rank, in bytes. budget: what of it is stated, beyond which a disk is tried; empty: none. held: options
+    of what lies there, see `Candidate`.
     """
 
     @cache
     def price_of(way: Candidate) -> Priced:
-        return replace(price(pricing, way), steps=choice.objective.of(way))
+        found = price(pricing, way)
+        more = 0.0 if way.is_resident else pricing.reserved_bytes
+        return replace(found, memory_bytes=found.memory_bytes + more, steps=choice.objective.of(way))
 
     def rank(chosen: set[Candidate]) -> Search:
         """In the order of `candidates`, which decides between equally fast ones."""
-        on_disk = [] if budget is None else with_disk((way for way in may_run if way in chosen or way in large), budget)
+        own = (way for way in may_run if way in chosen or way in large)
+        on_disk = with_disk(own, budget, held) if budget else []
         return ranked([*(way for way in listed if way in chosen), *on_disk], price_of, memory, choice.why_not)
 
     rough = {way: roughly(pricing, way) * choice.objective.of(way) for way in listed}
@@ -107,15 +115,26 @@ def roughly(pricing: Pricing, way: Candidate) -> float:
 
 
 def roughly_fits(pricing: Pricing, way: Candidate, memory: float) -> bool:
-    """Whether a candidate may fit by closed forms. Those of a mixture whose ranks share experts always may."""
-    if memory == math.inf or way.experts > 1:
+    """Whether a candidate may fit by closed forms.
+
+    Those of a mixture whose ranks share experts always may, and those of which a part lies on a disk.
+    """
+    if memory == math.inf or way.experts > 1 or way.is_resident:
         return True
     own = pricing.on(islands_of(pricing, way)[0]) if way.outer else pricing
     return rough_bytes(own, way.inside) <= SLACK * memory
 
 
-def with_disk(ways: Iterable[Candidate], memory_bytes: float) -> list[Candidate]:
-    """The first ways of which a part can lie on a disk, under this budget: those whose ranks are a data axis alone."""
-    budget = f"{int(memory_bytes / 1e6)}mb"
-    alone = (way for way in ways if way.sharing == way.num_ranks and way.sequence * way.experts == 1)
-    return [replace(way, memory=budget) for way in islice(alone, NUM_SIMULATED)]
+def with_disk(ways: Iterable[Candidate], budget: str, held: Mapping[str, Any]) -> list[Candidate]:
+    """The first ways of which a part can lie on a disk, under this budget: those whose ranks are a data axis alone.
+
+    Without a disk layers are computed again, where nothing else is stated.
+    """
+    again = {"activations": RECOMPUTE} if held.get("store") == NO_STORE else {}
+    options = tuple((again | dict(held)).items())
+    return [replace(way, memory=budget, held=options) for way in islice(filter(is_alone, ways), NUM_SIMULATED)]
+
+
+def is_alone(way: Candidate) -> bool:
+    """Whether its ranks are a data axis alone, so that a part of it can lie on a disk."""
+    return way.sharing == way.num_ranks and way.sequence * way.experts == 1

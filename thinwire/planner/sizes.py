@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, MoELlama
-from thinwire.options import EXPERTS, PIPELINE, Tables
+from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, Tables
 from thinwire.planner.options import AUTO
 
 
@@ -44,7 +44,7 @@ def shared_evenly(tokens_per_step: int, seq_len: int, num_ranks: int) -> int:
 
 def no_mesh(
     num_ranks: int, tokens_per_step: int, seq_len: int, tables: Tables, strategies: Sequence[str] | None,
-    stages: int | None,
+    stages: int | None, tensor: int | None = None,
 ) -> ConfigError:  # fmt: skip
     """Why no way to train was found for valid sizes. Raises ConfigError for options of a pipeline that contradict."""
     near, num_sequences = shared_evenly(tokens_per_step, seq_len, num_ranks), tokens_per_step // seq_len
@@ -57,6 +57,8 @@ def no_mesh(
     stated = {"--strategies": ",".join(strategies or ()), "--stages": stages or ""}
     stated |= {f"--pipeline.{name}": value for name, value in tables.get(PIPELINE, {}).items()}
     experts = tables.get(EXPERTS, {}).get("parallel", AUTO)
+    sequence = tables.get(SEQUENCE, {}).get("parallel", "")
+    stated |= {"--tensor": tensor or "", "--sequence.parallel": sequence}
     stated |= {"--experts.parallel": "" if experts == AUTO else experts}
     named = " ".join(f"{option} {value}" for option, value in stated.items() if value != "")
     return ConfigError(f"no mesh of {num_ranks} ranks has all of {named}; nearest: leave one of these out")

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from thinwire.cost import Machine
 from thinwire.cost.trace import merged, trace_events
-from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, Tables
-from thinwire.planner.candidates import Candidate
+from thinwire.methods.memory import read_bytes
+from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, SEQUENCE, Tables
+from thinwire.planner.candidates import Candidate, residency_flags
 from thinwire.planner.memory import figure_of
 from thinwire.planner.objective import Objective
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Priced, Search
 from thinwire.planner.settings import name_of
 from thinwire.planner.traced import link_bytes, link_messages, spans_of
-from thinwire.report.units import seconds_text
+from thinwire.report.units import bytes_text, enough_text, seconds_text
+from thinwire.run.places import FLAT, NO_STORE
 from thinwire.table import Row
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The result of `plan`. search: all candidates that were simulated, fastest first."""
+    """The result of `plan`.
+
+    Attributes:
+        search: all candidates that were simulated, fastest first.
+        left_out: rows on what was left out for what is stated.
+        budget: to which each process is held, such as 8gb; empty: to none.
+    """
 
     machine: Machine
     search: Search
@@ -31,6 +39,8 @@ class TrainingPlan:
     seq_len: int
     pricing: Pricing
     objective: Objective = field(default_factory=Objective)
+    left_out: tuple[Row, ...] = ()
+    budget: str = ""
 
     @property
     def best(self) -> Priced:
@@ -58,20 +68,49 @@ class TrainingPlan:
             found["order"] = self.best.order
         if way.tensor > 1:
             found["tensor"] = way.tensor
-        if way.memory:
-            found["memory"] = way.memory
         if way.sequence > 1:
             found[SEQUENCE] = {"parallel": way.sequence}
         if way.experts > 1:
             found[EXPERTS] = {"parallel": way.experts, **dict(way.travel)}
         if way.stages > 1:
             found |= {"stages": way.stages, PIPELINE: way.options}
-        return found | way.settings
+        flat, table = dict[str, Any](), dict[str, Any]()
+        for name, value in self.held(way).items():
+            (flat if name in FLAT else table)[name] = value
+        return found | flat | ({RESIDENCY: table} if table else {}) | way.settings
+
+    def held(self, way: Candidate) -> dict[str, Any]:
+        """The options of where a way's training lies. Under a budget nothing else holds it to that."""
+        if not self.budget:
+            return way.residency
+        return {"memory": self.budget, **dict(way.held if way.is_resident else {"store": NO_STORE})}
+
+    def held_to(self, typed: str | None, most: float) -> TrainingPlan:
+        """The plan with its budget as it was typed, if that is not above `most` bytes."""
+        if typed is None or not self.budget or read_bytes(typed) > most:
+            return self
+        return replace(self, budget=typed)
+
+    @property
+    def why_elsewhere(self) -> str:
+        """Why a part of the best candidate does not lie in memory."""
+        inside, large = (
+            [priced for priced in ways if not priced.candidate.is_resident]
+            for ways in (self.search.fastest, self.search.too_large)
+        )
+        if inside:
+            return f"the fastest that fits into memory takes {seconds_text(inside[0].step_s)} a step"
+        return f"in memory alone the least is {enough_text(large[0].memory_bytes)}" if large else "as is stated"
+
+    def flags_of(self, way: Candidate) -> str:
+        """The flags of a way for `thinwire train`, with the budget to which it is held."""
+        held = self.held(way)
+        return replace(way, memory=held.pop("memory", ""), held=tuple(held.items())).flags
 
     def to_json(self) -> str:
         """The content of plan.json: the prediction, other candidates, the links, the timeline of the simulated step."""
         shown = [
-            {"flags": priced.candidate.flags, "step_s": priced.step_s, "order": priced.order}
+            {"flags": self.flags_of(priced.candidate), "step_s": priced.step_s, "order": priced.order}
             for priced in self.search.fastest
         ]
         aside = [
@@ -88,7 +127,7 @@ class TrainingPlan:
         spans = list(spans_of(self.pricing, best))
         timeline, numbers = merged(spans), link_messages(self.pricing, best, spans)
         return json.dumps({
-            "flags": best.candidate.flags, "order": best.order, "predicted": self.predicted,
+            "flags": self.flags_of(best.candidate), "order": best.order, "predicted": self.predicted,
             "memory": None if best.counted is None else asdict(best.counted),
             "measured_at": self.machine.measured_at, "nodes": network.nodes, "names": self.machine.names,
             "candidates": shown,
@@ -107,11 +146,27 @@ class TrainingPlan:
         why = "; ".join([f"simulated: {seconds_text(best.step_s)} a step", *others[:4]])
         # Why the objective stands there may be all of it.
         counts, _, because = self.objective.why.partition(": ")
-        rows: list[Row] = [(asked, best.candidate.flags, why), ("objective", counts, because)]
+        rows: list[Row] = [(asked, self.flags_of(best.candidate), why), ("objective", counts, because)]
         for reason, ways in self.search.aside.items():
             seconds = seconds_text(ways[0].step_s)
             rows.append(("priced, not chosen", f"{seconds} a step with {ways[0].candidate.layout}", reason))
-        return [*rows, *self.order_rows()]
+        return [*rows, *self.left_out, *self.order_rows()]
+
+    def memory_rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
+        """Rows about where the best candidate lies. options: of that, as stated; see `residency_options`."""
+        way, typed = self.best.candidate, options.get("memory")
+        if typed is not None and read_bytes(typed) > self.machine.memory_bytes:
+            yield f"--memory {typed}", bytes_text(self.machine.memory_bytes), "a rank of the machine has no more"
+        if self.budget and not way.is_resident:
+            why = f"{bytes_text(self.best.memory_bytes)} predicted, as a budget counts"
+            yield f"--memory {self.budget}", "all lies in memory", why
+        elif self.budget:
+            what = "what does not fit lies on a disk, or is computed again"
+            yield f"--memory {self.budget}", what, self.why_elsewhere
+        unused = {name: options.get(name) for name in ("store", "disk_rate")} if not way.is_resident else {}
+        for name, value in unused.items():
+            if value not in (None, NO_STORE):
+                yield residency_flags({name: value})[0], "no effect", "all lies in memory"
 
     def order_rows(self) -> list[Row]:
         """A row about the order of ranks, if it is not the usual one."""
@@ -149,6 +204,9 @@ def fastest_of_kinds(found: Iterable[Priced], but: Priced) -> Iterator[Priced]:
 
 def with_tables(values: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
     """The settings of a plan, with their tables of options put over those that are stated, as "tables"."""
+    # What has a flag of its own stands there alone.
+    free = {name: value for name, value in tables.get(RESIDENCY, {}).items() if name not in values}
+    tables = {**tables, RESIDENCY: free} if RESIDENCY in tables else tables
     own = {name: value for name, value in values.items() if isinstance(value, Mapping)}
     both = {name: {**tables.get(name, {}), **value} for name, value in own.items()}
     return {name: value for name, value in values.items() if name not in own} | {"tables": {**tables, **both}}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from thinwire.calibration.process import USUAL
 from thinwire.cost import Machine
 from thinwire.cost.machine import LAYER
 from thinwire.data import load_tokenizer
@@ -18,14 +19,17 @@ from thinwire.models import Llama, build_skeleton
 from thinwire.options import PIPELINE, model_table
 from thinwire.planner.choice import unpriced
 from thinwire.planner.memory import Estimator, fitted, read_runs
+from thinwire.planner.optimizers import ADAMW
 from thinwire.planner.outputs import prediction_of, wrong_outputs
 from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
+from thinwire.planner.prices import reserved_bytes
 from thinwire.planner.sizes import wrong_sizes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
 from thinwire.planner.training_plan import TrainingPlan, with_tables
-from thinwire.report.units import bytes_text
 from thinwire.run.config import TrainConfig
+from thinwire.run.optimizer import read_optimizer
+from thinwire.run.places import residency_of, residency_options
 from thinwire.run.settings import to_toml
 
 SEQUENCES = 8
@@ -36,12 +40,19 @@ FAR = 1.5
 def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     """Plan as asked, and print the reasons. Raises ConfigError with all errors at once."""
     machine = problems.note(Machine.read, config.machine)
-    memory = None if config.memory is None else problems.note(read_bytes, config.memory)
+    options = problems.note(residency_options, asked_of(config)) or {}
+    own = dict(options)
+    typed = own.pop("memory", None)
+    memory = None if typed is None else problems.note(read_bytes, typed)
+    if typed is None or memory is not None:
+        problems.note(residency_of, asked_of(config))
     on_gpu = machine is not None and machine.on_gpu
     learnt = None if config.runs is None else problems.note(learnt_memory, config.runs, on_gpu)
     stated = map(str.strip, config.strategies.split(","))
     names = None if config.strategies.strip() == "all" else tuple(filter(None, stated))
     problems.messages += unpriced(names) if names is not None else []
+    if config.optimizer is not None:
+        problems.note(read_optimizer, config.optimizer)
     if config.verify < 0:
         problems.messages.append(f"--verify {config.verify}: must be at least 0; nearest: 0")
     if config.verify and config.trace is not None:
@@ -66,16 +77,18 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
         config.model, machine, tokens_per_step=tokens_of(config, machine), seq_len=config.seq_len,
         micro_batch=config.micro_batch, memory_bytes=memory, strategies=names, stages=config.stages, dtype=config.dtype,
         loss=config.loss, vocab_size=load_tokenizer(config.tokenizer).vocab_size, tables=config.tables,
-        estimator=None if learnt is None else learnt[0],
+        estimator=None if learnt is None else learnt[0], optimizer=config.optimizer or ADAMW, residency=own,
+        reserved_bytes=reserved_bytes(USUAL) if memory is not None and not machine.on_gpu else 0.0,
     )  # fmt: skip
+    found = found.held_to(typed, machine.memory_bytes)
     if config.verify > len(found.search.fastest):
         raise ConfigError(
             f"--verify {config.verify}: {len(found.search.fastest)} ways were priced and fit; nearest: "
             f"{len(found.search.fastest)}"
         )
     show(found)
-    if memory is not None and memory > machine.memory_bytes:
-        print(f"--memory {config.memory}: {bytes_text(machine.memory_bytes)} (a rank of the machine has no more)")
+    for asked, effect, why in found.memory_rows(options):
+        print(f"{asked}: {effect} ({why})")
     if learnt is not None:
         print(f"memory of a process: {learnt[1]}")
     return found
@@ -127,7 +140,7 @@ def show(found: TrainingPlan) -> None:
     console.print(ranking(found.search))
     for line in reasons_of(found.search):
         console.print(line)
-    for asked, effect, why in found.order_rows():
+    for asked, effect, why in (*found.left_out, *found.order_rows()):
         console.print(f"{asked}: {effect} ({why})")
     console.print(f"Links and cores were measured {found.machine.measured_at or 'at an unknown time'}.")
     console.print(f"Objective: {found.objective.why}.")
@@ -163,8 +176,18 @@ def other_width(found: TrainingPlan) -> Iterator[str]:
 def training(config: PlanConfig, found: TrainingPlan, prediction: Path) -> TrainConfig:
     """The configuration that follows a plan."""
     values, machine = with_tables(found.values, config.tables), found.machine
-    base = TrainConfig(
-        model=config.model, tokenizer=config.tokenizer, dtype=config.dtype, loss=config.loss,
-        plan=str(prediction.absolute()), workers=machine.local_size, nodes=machine.num_ranks // machine.local_size,
+    base = replace(
+        asked_of(config), plan=str(prediction.absolute()), workers=machine.local_size,
+        nodes=machine.num_ranks // machine.local_size,
     )  # fmt: skip
-    return replace(base, **values)
+    # A plan for GPUs knows of their memory alone, to which no process is held.
+    return replace(base, **{"memory": None, **values})
+
+
+def asked_of(config: PlanConfig) -> TrainConfig:
+    """The configuration as it is stated, before anything is chosen."""
+    return TrainConfig(
+        model=config.model, tokenizer=config.tokenizer, dtype=config.dtype, loss=config.loss, memory=config.memory,
+        store=config.store, activations=config.activations, slices=config.slices, optimizer=config.optimizer,
+        tables=config.tables,
+    )  # fmt: skip

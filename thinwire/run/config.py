@@ -146,7 +146,7 @@ class TrainConfig:
     By default the limit under which the command runs (ulimit -d), or none."""
     store: str | None = None
     """Folder on a disk for what does not fit in --memory, or, without --memory, for all that can lie there; by default
-    RUN_DIR/store."""
+    RUN_DIR/store. none: nothing lies on a disk, and --memory is a limit alone, for any strategy and mesh."""
     activations: str | None = None
     """What a forward keeps for its backward: keep, recompute, offload (to the disk), or sample:0.3; see
     [residency]. By default everything, or under --memory what fits."""

@@ -6,13 +6,15 @@ from torch import nn
 
 from thinwire.calibration.process import process_memory
 from thinwire.collectives import Topology
+from thinwire.errors import ConfigError
 from thinwire.hosts.offload.counted import kept_of
 from thinwire.hosts.offload.tiling import tiled_shapes
 from thinwire.hosts.sums import across_of
-from thinwire.methods.memory import Residency, Setup, outer_bytes, resident_method, settled
+from thinwire.methods.memory import Residency, Setup, check_across, outer_bytes, resident_method, settled
+from thinwire.methods.sharded import ShardedMethod
 from thinwire.models.hf import why_whole_hf
 from thinwire.models.moe import MoELlama
-from thinwire.optim import NAMED, WHOLE
+from thinwire.optim import JOINT, NAMED, WHOLE
 from thinwire.run.config import derive
 from thinwire.run.optimizer import limits_itself, name_of, optimizer_over
 from thinwire.run.run import Run, island_size
@@ -59,3 +61,28 @@ def why_whole(model: str, skeleton: nn.Module) -> str:
         return ""
     names = (name.removeprefix("model.") for name, _ in skeleton.named_parameters())
     return why_whole_hf(model.removeprefix("hf:"), names)
+
+
+def check_optimizer(residency: Residency, optimizer: str) -> None:
+    """Raise ConfigError, with all reasons, for an optimizer whose state can't lie on a disk so.
+
+    optimizer: `NAME`, or `NAME[option=value,...]`.
+    """
+    name = name_of(optimizer)
+    if residency.optimizer == "memory":
+        return
+    if name in (*NAMED, *JOINT):
+        check_across(residency, name, streams=True)
+    elif name in WHOLE:
+        raise ConfigError(f"residency: {name} looks across matrices, and from a disk it gets pieces; nearest: adamw")
+
+
+def check_tiled(residency: Residency, optimizer: str, method: ShardedMethod, topology: Topology) -> None:
+    """Raise ConfigError for tiles beside an optimizer or a method that takes matrices whole; `optimizer` as above."""
+    name = name_of(optimizer)
+    if residency.tile is None:
+        return
+    if name in (*NAMED, *JOINT, *WHOLE):
+        raise ConfigError(f"tile: {name} looks across matrices, and a tile would be one to it; nearest: adamw")
+    if method.levels(topology).weights_over > 1:
+        raise ConfigError(f"tile: {method.name} gathers weights by layers, whole; nearest: --strategy sdp4bit")

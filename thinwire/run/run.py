@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
-from zlib import crc32
 
 from thinwire.codecs import Codec
 from thinwire.cost import Links
@@ -15,7 +14,7 @@ from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method
-from thinwire.methods.memory import Residency
+from thinwire.methods.memory import Residency, read_bytes
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.methods.pipeline.recover import NONE
 from thinwire.methods.sequence import SequenceParallel
@@ -35,13 +34,10 @@ from thinwire.options import (
     model_table,
     used_tables,
 )
+from thinwire.registry import STRATEGIES, class_of
 from thinwire.run.config import DEFAULTS, TrainConfig
 from thinwire.run.optimizer import check_fits, check_mesh, read_optimizer
-from thinwire.run.run_dir import RunDir
-
-# Options of a residency that have flags of their own, and those for which nothing need lie on a disk.
-FLAT = ("memory", "store", "activations", "slices")
-IN_MEMORY = {"activations", "slices"}
+from thinwire.run.places import FLAT, residency_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,7 @@ class Run:
         sequence, experts: options of sequences and of experts that lie on several ranks, if any.
         residency: what lies on a disk, if anything.
         links: as the ranks have measured them to choose how rows travel; None: all is stated.
+        choices: the strategies from which the ranks choose later; `strategy` stands for them. Empty: it is stated.
     """
 
     config: TrainConfig
@@ -64,6 +61,7 @@ class Run:
     experts: ExpertParallel | None = None
     residency: Residency | None = None
     links: Links | None = None
+    choices: tuple[Method, ...] = ()
 
     @classmethod
     def of(cls, config: TrainConfig) -> Run:
@@ -74,14 +72,14 @@ class Run:
         """
         problems, tables = Problems(), tables_in_effect(config)
         # What the ranks choose later is built then; all that is checked before holds for any.
-        asked = DEFAULTS.strategy if config.is_planned_late else config.strategy
-        strategy: Method | None = None
-        with problems.collect():
-            strategy = build_strategy(
-                asked, config.tables, inner=config.inner, num_steps=config.steps,
-                num_warmup_steps=config.num_warmup_steps,
-            )  # fmt: skip
-        pipeline = sequence = experts = None
+        names = dict.fromkeys((DEFAULTS.strategy, *CHOSEN_FROM)) if config.is_planned_late else (config.strategy,)
+        build = partial(
+            build_strategy, tables=config.tables, inner=config.inner, num_steps=config.steps,
+            num_warmup_steps=config.num_warmup_steps,
+        )  # fmt: skip
+        built = tuple(each for name in names if (each := problems.note(build, name)) is not None)
+        strategy = problems.note(standing_for, config, built)
+        pipeline = sequence = experts = residency = None
         if PIPELINE in tables and not config.is_planned_late:
             pipeline = problems.note(made, Pipeline, config.tables.get(PIPELINE, {}))
         if SEQUENCE in tables:
@@ -94,11 +92,13 @@ class Run:
             is_open = config.finds_expert_ranks or (config.is_planned_late and config.experts is None)
             ranks = stated.get("slices", 1) if is_open else config.mesh_shape.expert
             experts = problems.note(made, ExpertParallel, {**stated, "parallel": ranks})
-        residency = problems.note(residency_of, config)
+        if RESIDENCY in tables:
+            residency = problems.note(residency_of, config)
         name = problems.note(optimizer_of, config, strategy, experts)
         problems.raise_any()
         assert strategy is not None
-        return cls(replace(config, optimizer=name), strategy, pipeline, sequence, experts, residency)
+        choices = built if config.is_planned_late else ()
+        return cls(replace(config, optimizer=name), strategy, pipeline, sequence, experts, residency, choices=choices)
 
     def but(self, **changes: object) -> Run:
         """The same run with other values for fields that no strategy depends on."""
@@ -115,6 +115,12 @@ class Run:
         return self.sequence is not None and self.sequence.parallel > 1 and self.sequence.method == AUTO
 
     @property
+    def memory_bytes(self) -> int | None:
+        """The budget to which each worker is held; None: there is none. Also where nothing lies on a disk."""
+        stated = self.config.memory or self.config.tables.get(RESIDENCY, {}).get("memory")
+        return None if stated is None else read_bytes(stated)
+
+    @property
     def recovers(self) -> bool:
         """Whether it continues after the loss of a stage."""
         return recovers(self.config)
@@ -122,8 +128,9 @@ class Run:
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """The codecs whose kernels are compiled before the workers start."""
-        others = (each.codecs for each in (self.pipeline, self.sequence, self.experts, self.residency) if each)
-        return (*self.strategy.codecs, *chain.from_iterable(others))
+        others = (each for each in (self.pipeline, self.sequence, self.experts, self.residency) if each)
+        methods = self.choices or (self.strategy,)
+        return tuple(chain.from_iterable(each.codecs for each in (*methods, *others)))
 
     @cached_property
     def used_tables(self) -> set[str]:
@@ -141,6 +148,26 @@ def tokens_of(config: TrainConfig, tokenizer: Tokenizer, data: str | None = None
     """The tokens of a run's data, or of other `data`; made once. Raises ConfigError for a source that can't be read."""
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     return prepare(data or config.data, tokenizer, text_field=config.text_field, cache_dir=cache_dir)
+
+
+def standing_for(config: TrainConfig, built: tuple[Method, ...]) -> Method | None:
+    """The strategy of a run; where the ranks choose it later, the first of theirs that takes the optimizer.
+
+    built: the stated one, or theirs, as far as they can be built. Raises ConfigError if none takes the optimizer.
+    """
+    if not config.is_planned_late or config.optimizer is None or not built:
+        return next(iter(built), None)
+    name, _ = read_optimizer(config.optimizer)
+    taking = next((method for method in built if name in method.optimizers), None)
+    if taking is None:
+        own = {each: getattr(class_of(each), "optimizers", None) for each in STRATEGIES}
+        theirs = (each for each, taken in own.items() if isinstance(taken, tuple) and name in taken)
+        near = "".join(f", or --strategy {each}" for each in islice(theirs, 1))
+        raise ConfigError(
+            f"--optimizer {name}: none of {', '.join(CHOSEN_FROM)} takes it, from which --strategy "
+            f"{config.strategy} chooses; nearest: --optimizer {next(iter(built[0].optimizers))}{near}"
+        )
+    return taking
 
 
 def optimizer_of(config: TrainConfig, strategy: Method | None, experts: ExpertParallel | None) -> str:
@@ -175,28 +202,8 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     resident = {RESIDENCY} if asked else set()
     if config.is_planned_late:
         experts |= {EXPERTS} if config.model in MIXTURES else set()
-        return model | sequences | experts | {PIPELINE}.union(*map(used_tables, CHOSEN_FROM))
+        return model | sequences | experts | resident | {PIPELINE}.union(*map(used_tables, CHOSEN_FROM))
     return model | stages | sequences | experts | resident | used_tables(config.strategy, config.inner)
-
-
-def residency_of(config: TrainConfig) -> Residency | None:
-    """What lies on a disk; None: nothing. Raises ConfigError for values that can't work."""
-    if RESIDENCY not in tables_in_effect(config):
-        return None
-    options = dict(config.tables.get(RESIDENCY, {}))
-    for name in FLAT:
-        stated, other = getattr(config, name), options.get(name)
-        if stated is not None and other not in (None, stated):
-            raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
-        options[name] = stated or other
-    options = {name: value for name, value in options.items() if value is not None}
-    if options.keys() <= IN_MEMORY:
-        options["optimizer"] = "memory"
-    run_dir = Path(config.run_dir).absolute()
-    if options.get("durable") and "store" in options:
-        # Steps of several runs may lie in one folder.
-        options["store"] = str(Path(options["store"]) / f"{run_dir.name}-{crc32(str(run_dir).encode()):08x}")
-    return made(Residency, {"store": str(RunDir(config.run_dir).store), **options})
 
 
 def island_size(config: TrainConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
@@ -186,10 +187,12 @@ class Reporter:
             instead = "whole models that average gradients in " if self.cuts_work else "in "
             beside = f"{ratio} bytes{beside}" if self._is_typical else f"one step is no measure of the ratio{beside}"
             say(f"sent {by}per step: {bytes_text(sent)}, {instead}fp32 {bytes_text(plain)}: {beside}")
+        if self.config.plan and summary["step_s"]:
+            self._say_plan(summary["step_s"])
         if predicted := summary["predicted_pipeline_s"]:
             found = summary["pipeline_s"]
             say(
-                f"a step through the pipeline: measured {found:.3g} s, predicted {predicted:.3g} s: "
+                f"a step through the pipeline took {found:.3g} s, simulated with its own passes {predicted:.3g} s: "
                 f"{abs(found / predicted - 1):.0%} {'more' if found > predicted else 'less'}; the whole step took "
                 f"{summary['step_s']:.3g} s"
             )
@@ -199,6 +202,14 @@ class Reporter:
         say(f"held-out loss: {loss:.4f}" if loss is not None else "held-out loss: not measured")
         if summary["stopped"] != "finished":
             say(f"stopped by {summary['stopped']} after step {summary['steps']}; go on with --resume")
+
+    def _say_plan(self, step_s: float) -> None:
+        """Say what the run's plan predicted of a step; nothing if its file has been spoilt."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            predicted = float(json.loads(self.run_dir.plan.read_text())["predicted"]["step_s"])
+            differs = f"{abs(step_s / predicted - 1):.0%} {'more' if step_s > predicted else 'less'}"
+            told = f"the plan predicted {predicted:.3g} s a step, and it took {step_s:.3g} s in the median: {differs}"
+            self.progress.say(f"{told}; part by part in the report")
 
     def close(self) -> None:
         """Close files and trackers; the records stay."""

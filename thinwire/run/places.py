@@ -1,0 +1,68 @@
+"""What a run states of where its training lies: a budget of memory, a folder on a disk, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from thinwire.errors import ConfigError
+from thinwire.methods.memory import Residency
+from thinwire.options import RESIDENCY, made
+from thinwire.run.config import TrainConfig
+from thinwire.run.run_dir import RunDir
+
+# Options of a residency that have flags of their own, and those for which nothing need lie on a disk.
+FLAT = ("memory", "store", "activations", "slices")
+IN_MEMORY = {"activations", "slices"}
+# In place of a folder: nothing lies on a disk. What may lie there otherwise.
+NO_STORE, PLACES = "none", ("weights", "gradients", "optimizer")
+KEEP = "keep"
+
+
+def residency_options(config: TrainConfig) -> dict[str, Any]:
+    """The options of a residency that are stated, with those that have flags of their own.
+
+    Raises ConfigError for an option that is stated twice.
+    """
+    options = dict(config.tables.get(RESIDENCY, {}))
+    for name in FLAT:
+        stated, other = getattr(config, name), options.get(name)
+        if stated is not None and other not in (None, stated):
+            raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
+        options[name] = stated or other
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def completed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a residency, with all in memory where no disk is asked for, or none is to be used."""
+    found = dict(options)
+    if found.get("store") == NO_STORE:
+        del found["store"]
+    elif not found.keys() <= IN_MEMORY:
+        return found
+    return {**dict.fromkeys(PLACES, "memory"), **found}
+
+
+def is_bare(options: Mapping[str, Any]) -> bool:
+    """Whether completed options change nothing of a training: all is kept in memory, under a budget or without one."""
+    own = {name: value for name, value in options.items() if name not in ("memory", "disk_rate")}
+    return own in (everything := dict.fromkeys(PLACES, "memory"), everything | {"activations": KEEP})
+
+
+def residency_of(config: TrainConfig) -> Residency | None:
+    """What lies on a disk, or is computed again; None: nothing. Raises ConfigError for values that can't work."""
+    stated = residency_options(config)
+    options = completed(stated)
+    run_dir = Path(config.run_dir).absolute()
+    if options.get("durable") and "store" in options:
+        # Steps of several runs may lie in one folder.
+        options["store"] = str(Path(options["store"]) / f"{run_dir.name}-{crc32(str(run_dir).encode()):08x}")
+    found = made(Residency, {"store": str(RunDir(config.run_dir).store), **options})
+    if stated.get("store") == NO_STORE and found.needs_store:
+        raise ConfigError(
+            f"--store {NO_STORE}: nothing lies on a disk, and other options say what does; nearest: a folder, or leave "
+            "--store out"
+        )
+    return None if is_bare(options) else found

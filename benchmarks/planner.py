@@ -115,12 +115,13 @@ def predicted(spec: LabSpec, strategies: list[str], folder: Path) -> tuple[dict[
     file, start = folder / "machine.json", time.perf_counter()
     in_lab(spec, ["calibrate", "--models", "demo", "--out", str(file)])
     calibrated_s, machine, start = time.perf_counter() - start, Machine.read(file), time.perf_counter()
-    asked = {"tokens_per_step": TOKENS, "seq_len": SEQ_LEN, "micro_batch": SEQUENCES, "has_groups": False}
-    planned = partial(plan, "demo", machine, **asked)
+    planned = partial(
+        plan, "demo", machine, tokens_per_step=TOKENS, seq_len=SEQ_LEN, micro_batch=SEQUENCES, has_groups=False
+    )
     by_name: dict[str, Any] = {}
     if plain := [name for name in strategies if name != PIPELINE]:
-        ways = planned(strategies=plain, stages=1).search.fastest
-        ways = [each for each in ways if each.candidate.micro_batch == SEQUENCES]
+        fastest = planned(strategies=plain, stages=1).search.fastest
+        ways = [each for each in fastest if each.candidate.micro_batch == SEQUENCES]
         by_name = {name: next(each for each in ways if each.candidate.strategy == name) for name in plain}
     if PIPELINE in strategies:
         by_name[PIPELINE] = planned(strategies=["zero"], stages=NODES).best

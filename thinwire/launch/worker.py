@@ -25,9 +25,10 @@ from thinwire.collectives.incarnations import Incarnations, connect
 from thinwire.collectives.store_gather import gather
 from thinwire.device import Device, choose, take
 from thinwire.errors import PeerLostError, Problems, ThinwireError
-from thinwire.hosts.offload.room import hold_to, limit_bytes
+from thinwire.hosts.offload.room import hold_to
 from thinwire.launch.machine import threads_per_worker
 from thinwire.launch.start import Start
+from thinwire.limits import limit_bytes
 from thinwire.run.config import with_derived
 from thinwire.run.effects import late_rows
 from thinwire.run.place import IslandPlace, ProcessPlace

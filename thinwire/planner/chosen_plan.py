@@ -27,7 +27,7 @@ from thinwire.cost.machine import LAYER, MIXTURE
 from thinwire.data import load_tokenizer
 from thinwire.device import choose, take
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload.room import data_bytes
+from thinwire.limits import data_bytes
 from thinwire.methods.memory import LENT_RATE, read_byte_rate
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, build_skeleton

@@ -40,6 +40,7 @@ GRADIENTS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "v-half, two barriers": ("untied 8", 4, 5, {"plan": "v-half", "barriers": 2}),
     "few rows": ("few", 4, 2, {"plan": "1f1b"}),
     "gpt2": ("gpt2", 2, 3, {"plan": "1f1b"}),
+    "gpt2 v-half": ("gpt2", 2, 3, {"plan": "v-half"}),
     "gpt2 four": ("gpt2", 4, 3, {"plan": "1f1b", "barriers": 2}),
 }
 

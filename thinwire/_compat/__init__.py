@@ -187,13 +187,26 @@ def _computed(row: Any) -> list[tuple[str, int, int]]:
     return [(row.computation_type.value, row.stage_index, row.microbatch_index)]
 
 
+class _NoView(torch.autograd.Function):
+    """The same memory, as a tensor that autograd does not know as a view; gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
 def input_gradients(
     output: Tensor, gradient: Tensor, input: Tensor, weights: list[nn.Parameter]
 ) -> list[dict[str, Any]]:
     """Add the gradient of `input` alone to its `.grad`. Return what `weight_gradients` needs for the other half."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
-    _, groups = stage_backward_input([output], [gradient], [input], iter(weights))
+    # It detaches the output in place, which no view allows.
+    _, groups = stage_backward_input([_NoView.apply(output)], [gradient], [input], iter(weights))
     return groups
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.workers import Rows, run_rows, run_workers
 from thinwire.collectives import Mailbox, Topology
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.hosts.pipeline import Runner
+from thinwire.hosts.pipeline.visits import VisitState
 from thinwire.methods.pipeline import Action, Costs, Plan, check, fitted, plan, recompute, simulate, skipping
 from thinwire.methods.pipeline.plan import Routes
 
@@ -312,6 +314,42 @@ def _dropout(rank: int, world_size: int, mode: str) -> Any:
     runner.run(models.micro_batches([3, 3, 3, 3]))
     mailbox.close()
     return [param.grad.numpy() for param in chunk.parameters() if param.grad is not None], torch.rand(1).item()
+
+
+class Shaped(nn.Module):
+    """Two layers, whose output is given in a form of its own."""
+
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.form = nn.Linear(4, 4), nn.Linear(4, 4), form
+
+    def forward(self, hidden: Tensor, micro_batch: Any) -> Tensor:
+        return self.form(self.second(torch.tanh(self.first(hidden))))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: x, lambda x: x.transpose(0, 1), lambda x: x.view(3, 2, 4), lambda x: x[:1],
+        lambda x: torch.cat([x, x]).chunk(2)[0],
+    ],
+    ids=["whole", "transposed", "view", "slice", "one of several"],
+)  # fmt: skip
+def test_halves_of_a_backward_from_any_view_are_the_whole_backward(form: Callable[[Tensor], Tensor]) -> None:
+    found = []
+    for halves in (False, True):
+        chunk = Shaped(form)
+        visit = VisitState(chunk, torch.randn(2, 3, 4), None, recomputed=False)
+        (output,) = visit.forward()
+        gradient = torch.randn(output.shape)
+        of_input = visit.backward_input(gradient) if halves else visit.backward(gradient)
+        if halves:
+            assert all(param.grad is None for param in chunk.parameters())
+            visit.backward_weight()
+        found.append([of_input, *(param.grad for param in chunk.parameters())])
+    for whole, half in zip(*found, strict=True):
+        assert whole is not None and half is not None and torch.equal(whole, half)
 
 
 def test_recomputing_draws_the_same_random_numbers() -> None:

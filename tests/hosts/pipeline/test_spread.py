@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +41,7 @@ GRADIENTS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "v-half, two barriers": ("untied 8", 4, 5, {"plan": "v-half", "barriers": 2}),
     "few rows": ("few", 4, 2, {"plan": "1f1b"}),
     "gpt2": ("gpt2", 2, 3, {"plan": "1f1b"}),
+    "gpt2 v-half": ("gpt2", 2, 3, {"plan": "v-half"}),
     "gpt2 four": ("gpt2", 4, 3, {"plan": "1f1b", "barriers": 2}),
 }
 
@@ -92,9 +94,22 @@ def gradients(rank: int, name: str) -> Any:
     norm, loss = float(stage.reduce()), stage.optimizer.mean_loss
     tokens, targets = few(kind, batches(1, 1))[0]
     forward = float(whole(tokens, targets)), whole(tokens).numpy()
-    told = (found, norm, loss, forward, (sent, own.sent_bytes(given)[own.number]), own.plans.runner(num).plan)
+    runner = own.plans.runner(num)
+    size = 9 if kind == "few" else 61
+    refused(size, lambda batch: whole(*batch), lambda batch: runner.run([*given[:-1], batch]), (tokens, targets))
+    told = (found, norm, loss, forward, (sent, own.sent_bytes(given)[own.number]), runner.plan)
     stage.close()
     return told
+
+
+def refused(size: int, forward: Callable[[Any], Any], run: Callable[[Any], Any], batch: tuple[Tensor, Tensor]) -> None:
+    """Ids for which no rank has a row, or only a padded one, are refused in steps and in evaluation."""
+    for name, place, wrong, near in (("token", 0, size, size - 1), ("target", 1, -7, 0)):
+        changed = [each.clone() for each in batch]
+        changed[place][0, 0] = wrong
+        for call in (forward, run):
+            with pytest.raises(ConfigError, match=f"{name} {wrong}: .* ids from 0 to {size - 1}; nearest: {near}"):
+                call(changed)
 
 
 def formula(plan: Plan, kind: str, given: list[tuple[Tensor, Tensor]]) -> list[int]:

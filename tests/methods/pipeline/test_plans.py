@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ from thinwire.methods.pipeline import (
     simulate,
 )
 from thinwire.methods.pipeline.clock import PipelineClock
+from thinwire.methods.pipeline.costs import SpreadCosts
 from thinwire.methods.pipeline.drift import plan_from, plan_text
 from thinwire.methods.pipeline.orders import from_torch
 from thinwire.methods.pipeline.recompute import fastest_within, mode_of
@@ -239,6 +242,24 @@ def test_making_a_fitted_plan_takes_as_long_for_each_micro_batch(monkeypatch: py
             fitted(range(4), [range(4)] * num, HELD, SLOW, barriers=barriers)
             numbers.append(looked[0])
         assert numbers[1] < 2.2 * numbers[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["forward_s", "input_s", "weight_s", "forward_bytes", "backward_bytes", "kept_bytes", "input_bytes", "tied_bytes"],
+)
+def test_costs_that_are_no_seconds_or_bytes_are_refused(name: str) -> None:
+    whole = Costs.even(2)
+    for value in (-1.0, math.nan):
+        each: Any = value if name == "tied_bytes" else (1.0, value)
+        with pytest.raises(ConfigError, match=f"{name} {value:g}: must be a number, at least 0"):
+            replace(whole, **{name: each})
+    with pytest.raises(ConfigError, match=r"(?s)2 problems:.*input_s -1: .*copies nan: must"):
+        replace(whole, input_s=(-1.0, -1.0), copies=((0, 1, math.nan),))
+    wrongs: list[dict[str, Any]] = [{"seconds": {"S": -1.0}}, {"sizes": {"score": math.nan}}, {"kept": -1.0}]
+    for wrong in wrongs:
+        with pytest.raises(ConfigError, match="must be a number, at least 0"):
+            SpreadCosts(**wrong)
 
 
 def test_a_plan_is_the_same_as_text() -> None:

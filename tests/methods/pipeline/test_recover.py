@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinwire import DDP, ConfigError, Pipeline, SDP4Bit
-from thinwire.methods.pipeline import check
+from thinwire.methods.pipeline import Costs, check, fitted
 from thinwire.methods.pipeline.inside import check_recovers
 from thinwire.methods.pipeline.options import check_stages
 from thinwire.methods.pipeline.recover import between, beyond_recovery, counterpart, healthy_replica, lr_factor, sources
@@ -55,8 +55,14 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
     check_recovers(Pipeline(recover="average"), SDP4Bit(), {"data": 2})
     with pytest.raises(ConfigError, match="has 2 chunks on each; nearest: plan 'fitted'"):
         Pipeline(recover="average", plan="zbv")
-    with pytest.raises(ConfigError, match=r"'swap' with 3 stages: .* nearest: 4 stages"):
-        check_stages(Pipeline(recover="swap"), 3, 3)
+    # With micro-batches too, of which these stages have no plan: this fault alone, at once.
+    for stages in (1, 2, 3):
+        with pytest.raises(ConfigError, match=rf"^recover 'swap' with {stages} stages: .* nearest: 4 stages"):
+            check_stages(Pipeline(recover="swap"), stages, 4, 16)
+        with pytest.raises(ConfigError, match="nearest: 4 stages"):
+            Pipeline(recover="swap").plan_of(stages, 4)
+    with pytest.raises(ConfigError, match=r"path \(0, 2, 1, 2\): visits a chunk twice; nearest: \(0, 2, 1\)"):
+        fitted((0, 1, 2), [(0, 2, 1, 2)], Costs.even(3))
     with pytest.raises(ConfigError, match=r"'swap' with 1 micro-batch: .* nearest: 2"):
         check_stages(Pipeline(recover="swap"), 4, 4, 1)
     with pytest.raises(ConfigError, match="'swap' has paths of its own"):

@@ -16,7 +16,20 @@ from thinwire.errors import ConfigError
 from thinwire.methods.pipeline import Costs, Pipeline, Plan, check, simulate
 from thinwire.methods.pipeline.conflicts import Busy, Forbidden, _either, _root, _search, found_paths, shortest
 from thinwire.methods.pipeline.ground import Ground, problem_of
-from thinwire.methods.pipeline.skip import full_paths, path_length, planned_paths, random_paths, skipping, waves
+from thinwire.methods.pipeline.options import check_stages
+from thinwire.methods.pipeline.skip import (
+    check_visits,
+    even_paths,
+    full_paths,
+    path_length,
+    planned_paths,
+    random_paths,
+    skipping,
+    waves,
+)
+
+# Stages, share that is skipped, micro-batches.
+FEW = [(4, 0.5, 3), (4, 0.5, 4), (4, 0.25, 2), (6, 0.2, 4), (6, 0.33, 2), (8, 0.25, 3), (8, 0.5, 4), (4, 0.5, 13)]
 
 
 def world(seed: int, sizes: list[int], memory: int | None = 3) -> Ground:
@@ -75,6 +88,45 @@ def test_paths_keep_the_rules_and_what_nodes_take(is_stated: bool, num_stages: i
         assert max(nodes.values()) <= most_of_node
         assert max(Counter(ground.stages[node] for node in nodes.elements()).values()) <= most
     assert num_found
+
+
+@pytest.mark.parametrize(("num_stages", "skip", "num"), FEW)
+def test_no_stage_starves_in_a_step_of_few_micro_batches(num_stages: int, skip: float, num: int) -> None:
+    others, length = num_stages - 1, path_length(num_stages, skip)
+    made = skipping(num_stages, num, skip)
+    check(made)
+    visits = Counter(chunk for path in made.paths for chunk in path[1:-1])
+    # One wave is even; the paths that a longer step repeats are one more each at most.
+    few = min(num, 4 * others) * (length - 1) // others
+    assert len(visits) == others and few <= min(visits.values()) <= max(visits.values()) <= min(visits.values()) + 2
+    assert num > 4 * others or max(visits.values()) <= few + 1
+
+
+def test_even_paths_keep_the_rules_for_any_numbers() -> None:
+    for num_stages, length, num, size in product(range(2, 13), range(2, 12), (1, 2, 3, 5, 8, 13), (1, 2)):
+        if length > num_stages or num_stages - 1 > 4 * (length - 1):
+            continue
+        stages = tuple(stage for stage in range(num_stages) for _ in range(size))
+        ground = Ground(stages, Costs.even(len(stages) + size), Network.even(len(stages)))
+        paths = even_paths(ground, num, length)
+        assert [path[0] for path in paths] == [number % size for number in range(num)]
+        assert not any(problem_of([stages[node] for node in path]) for path in paths)
+        assert {len(path) for path in paths} == {length}
+        nodes = Counter(node for path in paths for node in path)
+        visits = [sum(nodes[node] for node, at in enumerate(stages) if at == stage) for stage in range(1, num_stages)]
+        even = num * (length - 1) / (num_stages - 1)
+        assert set(visits) <= {math.floor(even), math.ceil(even)}
+        assert all(nodes[node] <= math.ceil(visits[at - 1] / size) for node, at in enumerate(stages) if at)
+
+
+def test_paths_are_even_ones_where_the_search_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.methods.pipeline.skip.found_paths", lambda *_: iter(()))
+    made = skipping(6, 4, 0.33, nodes=(0, 1, 2, 2, 3, 4, 5))
+    check(made)
+    assert {chunk for path in made.paths for chunk in path} == set(range(8))
+    # Nobody knows whether even ones keep within what nodes are stated to take.
+    with pytest.raises(ConfigError, match="keep within what nodes take"):
+        planned_paths(world(0, [1, 1, 1, 1], memory=3), 3, 3, 3)
 
 
 def test_a_path_is_the_one_that_is_done_first() -> None:
@@ -203,12 +255,29 @@ def test_planned_paths_beat_random_ones_and_these_the_whole_pipeline() -> None:
     ("stages", "skip", "message"),
     [
         (4, 1.0, "below 1; nearest: 0.33"), (4, -0.5, "nearest: 0"), (4, 0.8, "visits at least 2; nearest: 0.5"),
+        (8, 0.75, "to the last stage visits at least 3; nearest: 0.625"),
         (4, 0.1, "leaves out no stage; nearest: 0.25, which leaves out one"), (2, 0.2, "no stage; nearest: 0"),
     ],
 )  # fmt: skip
 def test_shares_that_leave_no_path_are_refused(stages: int, skip: float, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         skipping(stages, 8, skip)
+
+
+@pytest.mark.parametrize(
+    ("stages", "skip", "num", "nearest"),
+    [
+        (4, 0.5, 2, "3 micro-batches, or skip 0.25"), (4, 0.25, 1, "2 micro-batches, or skip 0"),
+        (6, 0.5, 2, "3 micro-batches, or skip 0.333"), (8, 0.5, 2, "3 micro-batches, or skip 0.375"),
+    ],
+)  # fmt: skip
+def test_steps_too_short_for_all_stages_are_refused(stages: int, skip: float, num: int, nearest: str) -> None:
+    message = rf"skip {skip:g} of {stages} stages with micro-batches {num}: .*; nearest: {nearest}$"
+    with pytest.raises(ConfigError, match=message):
+        check_stages(Pipeline(head="first", skip=skip), stages, stages, num)
+    more, less = nearest.split(" micro-batches, or skip ")
+    check_visits(stages, skip, int(more))
+    check_visits(stages, float(less), num)
 
 
 def test_micro_batches_take_the_starts_in_turn_and_stages_without_a_node_are_refused() -> None:

@@ -72,8 +72,8 @@ class Runner(Wiring):
 
         shares: the weight of each micro-batch; by default 1/M each, for micro-batches of unequal length their share of
         the tokens. The parts of all ranks add up to the loss; they are zero except on ranks at the end of a path.
-        Raises ConfigError for a number of micro-batches other than the plan's; PeerLostError and other errors of a
-        mailbox.
+        Raises ConfigError for a number of micro-batches other than the plan's, and where the vocabulary is spread, for
+        ids that it does not have; PeerLostError and other errors of a mailbox.
         """
         gradients = self.tied.gradients_to_come(self.plan.num_micro_batches)
         with once(self._normalising, commits=True) as self.statistics:
@@ -156,6 +156,10 @@ class Runner(Wiring):
             raise ConfigError(
                 f"{len(micro_batches)} micro-batches, {len(shares)} shares: the plan is for {num} of each"
             )
+        if self._vocabulary is not None:
+            # On all ranks alike, before any message.
+            for micro_batch in micro_batches:
+                self._vocabulary.check(micro_batch)
         expected = self._expected(order, micro_batches)
         self.mailbox.begin([*self.tied.weights_to_come(num), *expected, *at_the_end])
         step = RunningStep(self, micro_batches, shares, first_number)

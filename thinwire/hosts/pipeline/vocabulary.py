@@ -130,6 +130,19 @@ class SpreadVocabulary:
         # What a training loop calls a model through, see StageChunk.
         self.loss: Callable[[Any, Any], Tensor] = lambda module, batch: module(*batch)
 
+    def check(self, micro_batch: TokenBatch) -> None:
+        """Raise ConfigError for a token or target that the vocabulary does not have: no rank would look it up."""
+        tokens, targets = micro_batch
+        size = self.rows.own.valid
+        counted = None if targets is None else targets[targets != IGNORED]
+        for name, ids in (("token", tokens), ("target", counted)):
+            if ids is None or not ids.numel():
+                continue
+            for found in map(int, ids.aminmax()):
+                if not 0 <= found < size:
+                    near = min(max(found, 0), size - 1)
+                    raise ConfigError(f"{name} {found}: the vocabulary has ids from 0 to {size - 1}; nearest: {near}")
+
     def count(self, rank: int, micro_batch: TokenBatch) -> int:
         """Number of tokens of a micro-batch whose rows a rank has; if tokens are on the meta device, an equal share."""
         if micro_batch[0].is_meta:

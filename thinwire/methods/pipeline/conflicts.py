@@ -214,7 +214,10 @@ def _search(
 
 
 def _overload(ground: Ground, solution: Solution, length: int) -> Conflict:
-    """Stages, then nodes, that more paths visit than allowed (rule TC1)."""
+    """Stages, then nodes, that more paths visit than allowed (rule TC1).
+
+    If there are none, but a stage has too few visits: those with more than they need.
+    """
     num_paths = len(solution.routes)
     nodes = Counter(node for path in solution.paths for node in path[1:])
     stages = Counter(ground.stages[node] for node in nodes.elements())
@@ -222,6 +225,10 @@ def _overload(ground: Ground, solution: Solution, length: int) -> Conflict:
     over_stages = {stage: num - most[stage] for stage, num in sorted(stages.items()) if num > most[stage]}
     limits = {node: ground.node_capacity(ground.stages[node], num_paths, length) for node in nodes}
     over_nodes = {node: num - limits[node] for node, num in sorted(nodes.items()) if num > limits[node]}
+    least, too_few = ground.least(num_paths, length), 0
+    if not over_stages and not over_nodes:
+        too_few = sum(max(0, few - stages[stage]) for stage, few in least.items())
+        over_stages = {stage: stages[stage] - few for stage, few in least.items() if too_few and stages[stage] > few}
     ways: list[tuple[int, Forbidden]] = []
     seen: set[tuple[int, ...]] = set()
     stage, node = next(iter(over_stages), None), next(iter(over_nodes), None)
@@ -236,7 +243,7 @@ def _overload(ground: Ground, solution: Solution, length: int) -> Conflict:
         elif stage is None and node is not None and node in path:
             ways.append((agent, replace(own, nodes=own.nodes | {node})))
             seen.add(path)
-    return sum(over_stages.values()) + sum(over_nodes.values()), ways
+    return too_few or sum(over_stages.values()) + sum(over_nodes.values()), ways
 
 
 def _either(ground: Ground, solution: Solution, length: int) -> Conflict:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.plan import (
     BACKWARD,
     FORWARD,
@@ -21,17 +22,32 @@ from thinwire.methods.pipeline.plan import (
 )
 
 
+def _check(**values: Iterable[float]) -> None:
+    """Raise ConfigError, with all reasons, for what is no number of seconds or bytes."""
+    problems = [
+        f"{name} {value:g}: must be a number, at least 0; nearest: 0"
+        for name, numbers in values.items()
+        for value in numbers
+        if not value >= 0
+    ]
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+
+
 @dataclass(frozen=True)
 class SpreadCosts:
     """The cost of one micro-batch on each rank, if embedding and head are spread over all ranks.
 
     seconds: by kind of action; 0 if missing. sizes: bytes of a message, by kind of Shared. kept: bytes kept from S to
-    T.
+    T. Raises ConfigError for a number below 0 or NaN.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     sizes: Mapping[str, float] = field(default_factory=dict)
     kept: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(seconds=self.seconds.values(), sizes=self.sizes.values(), kept=[self.kept])
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,8 @@ class Costs:
             behind the owner's first action, and nothing starts there without them; their gradients come back behind the
             borrower's last backward, and end the step.
         copies: (from, to, bytes) of messages that travel from the start of a step on, and for which nothing waits.
+
+    Raises ConfigError for a number below 0 or NaN.
     """
 
     forward_s: tuple[float, ...]
@@ -61,6 +79,13 @@ class Costs:
     spread: SpreadCosts = field(default=SpreadCosts(), kw_only=True)
     tied_bytes: float = field(default=0.0, kw_only=True)
     copies: tuple[tuple[int, int, float], ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check(
+            forward_s=self.forward_s, input_s=self.input_s, weight_s=self.weight_s, forward_bytes=self.forward_bytes,
+            backward_bytes=self.backward_bytes, kept_bytes=self.kept_bytes, input_bytes=self.input_bytes,
+            tied_bytes=[self.tied_bytes], copies=[num_bytes for *_, num_bytes in self.copies],
+        )  # fmt: skip
 
     @classmethod
     def even(

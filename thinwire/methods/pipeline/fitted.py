@@ -50,8 +50,12 @@ def fitted(
         halves: each backward is done as its two halves.
         barriers: see Plan; embeddings are then made one micro-batch ahead.
 
-    Raises ConfigError for in_flight below 1, or so low that ranks would wait for each other for ever.
+    Raises ConfigError for a path that visits a chunk twice, and for in_flight below 1, or so low that ranks would wait
+    for each other for ever.
     """
+    # Such a micro-batch would go round and round.
+    if twice := [path for path in paths if len(set(path)) < len(path)]:
+        raise ConfigError(f"path {tuple(twice[0])}: visits a chunk twice; nearest: {tuple(dict.fromkeys(twice[0]))}")
     num_ranks = max(home) + 1
     given = 2 * num_ranks if in_flight is None else in_flight
     most = [given] * num_ranks if isinstance(given, int) else list(given)

@@ -86,6 +86,11 @@ class Ground:
         sizes = {stage: self.stages.count(stage) for stage in range(1, self.num_stages)}
         return {stage: fair if self.memory is None else self.memory * size for stage, size in sizes.items()}
 
+    def least(self, num_paths: int, length: int) -> dict[int, int]:
+        """For each stage but the first, how many of a wave's paths visit it at least, so that no stage starves."""
+        even = num_paths * (length - 1) // (self.num_stages - 1) if self.num_stages > 1 else 0
+        return {stage: min(even, most) for stage, most in self.capacity(num_paths, length).items()}
+
     def node_capacity(self, stage: int, num_paths: int, length: int) -> int:
         """How many of a wave's paths may visit one node of a stage."""
         if self.memory is not None:

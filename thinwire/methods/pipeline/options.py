@@ -20,7 +20,7 @@ from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.orders import ORDERS, SPREAD_ORDERS, plan
 from thinwire.methods.pipeline.plan import Plan, straight
 from thinwire.methods.pipeline.recompute import AUTO, MODES, fastest_within, recompute
-from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, fewest_stages
+from thinwire.methods.pipeline.recover import NONE, RECOVERIES, SWAP, check_recovery
 from thinwire.methods.pipeline.simulate import simulate
 from thinwire.methods.pipeline.skip import path_length, skipping
 from thinwire.methods.pipeline.swap import swapping
@@ -300,16 +300,7 @@ def check_stages(
         )
     elif num_layers is not None and options.layers:
         problems.note(stated_sizes, options.layers, chunks, num_layers)
-    fewest = fewest_stages(options.recover)
-    if options.recover != NONE and stages < fewest:
-        why = (
-            "the first two and the last two must be others"
-            if options.recover == SWAP
-            else "none lies between two others"
-        )
-        problems.messages.append(
-            f"recover {options.recover!r} with {stages} stages: {why}; nearest: {fewest} stages, or recover {NONE!r}"
-        )
+    problems.note(check_recovery, options.recover, stages)
     if options.skip:
         problems.note(path_length, stages, options.skip)
     if micro_batches is not None:

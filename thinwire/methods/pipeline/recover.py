@@ -7,6 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from thinwire.errors import ConfigError
+
 NONE, SWAP = "none", "swap"
 # How the layers of a lost stage begin, by name.
 RECOVERIES = {
@@ -39,9 +41,15 @@ def sources(how: str, stage: int, num_stages: int) -> tuple[int, ...]:
     return {"random": (), "copy": beside[:1]}.get(how, beside)
 
 
-def fewest_stages(how: str) -> int:
-    """The fewest stages that this recovery needs."""
-    return FEWEST_SWAPPED if how == SWAP else FEWEST_STAGES
+def check_recovery(how: str, num_stages: int) -> None:
+    """Raise ConfigError for fewer stages than this recovery needs."""
+    fewest, why = FEWEST_STAGES, "none lies between two others"
+    if how == SWAP:
+        fewest, why = FEWEST_SWAPPED, "the first two and the last two must be others"
+    if how != NONE and num_stages < fewest:
+        raise ConfigError(
+            f"recover {how!r} with {num_stages} stages: {why}; nearest: {fewest} stages, or recover {NONE!r}"
+        )
 
 
 def beyond_recovery(lost: Collection[int], num_stages: int, *, tied: bool) -> str:

@@ -8,6 +8,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.pipeline.costs import Costs
 from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.plan import Plan
+from thinwire.methods.pipeline.recover import SWAP, check_recovery
 
 
 def swapped_paths(stages: int, micro_batches: int) -> list[tuple[int, ...]]:
@@ -23,9 +24,10 @@ def swapped_paths(stages: int, micro_batches: int) -> list[tuple[int, ...]]:
 def swapping(stages: int, micro_batches: int, in_flight: int | None = None) -> Plan:
     """The plan of such a step, for equal stages and free links, so that the same seed gives the same bits.
 
-    The embedding is on the first rank and the head on the last, beside their stages. Raises ConfigError for a single
-    micro-batch, and if in_flight is so small that ranks would wait for each other for ever.
+    The embedding is on the first rank and the head on the last, beside their stages. Raises ConfigError for fewer
+    than four stages or two micro-batches, and if in_flight is so small that ranks would wait for each other for ever.
     """
+    check_recovery(SWAP, stages)
     if micro_batches < 2:
         raise ConfigError("recover 'swap' with 1 micro-batch: every other one is swapped; nearest: 2 micro-batches")
     home = (0, *range(stages), stages - 1)

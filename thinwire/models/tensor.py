@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from thinwire.errors import ConfigError, Problems
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Llama
+from thinwire.models.modes import evaluating
 from thinwire.models.vocabulary import cut_vocabulary, ends_of, why_whole_vocabulary
 
 # How transformers calls a matrix of x W^T that is cut by columns of the result, and the next one, cut by rows.
@@ -179,9 +180,9 @@ def is_hidden(value: object) -> bool:
 @torch.no_grad()
 def probed(model: nn.Module) -> Tensor:
     """The logits of a few tokens."""
-    was_training, device = model.training, next(model.parameters()).device
-    logits = model.eval()(torch.tensor([PROBE], device=device))
-    model.train(was_training)
+    tokens = torch.tensor([PROBE], device=next(model.parameters()).device)
+    with evaluating(model):
+        logits: Tensor = model(tokens)
     return logits
 
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline import Cut, cut, token_shares
 from thinwire.methods.pipeline.balance import balanced
 from thinwire.models import build_model
 from thinwire.models.hf import HFCausalLM
+from thinwire.models.modes import follow
 
 TOKENS = torch.randint(0, 48, (2, 12), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.randint(0, 48, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -165,6 +167,104 @@ def test_what_can_not_be_cut_is_refused() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             cut(model, 2)
+
+
+def test_a_mixture_with_a_balance_loss_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    stated = FOREIGN["MixtralConfig"] | {"router_aux_loss_coef": 0.25}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**stated))
+    with pytest.raises(ConfigError, match=r"a balance loss .* weight 0\.25, .*; nearest: router_aux_loss_coef=0"):
+        cut(HFCausalLM(model.float(), 64), 2)
+
+
+class Swapped(nn.BatchNorm1d):
+    """Over features of [batch, seq, features]."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+class InTraining(Layered):
+    """Does something in training alone, or in its loss, that chunks can't do."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        if what == "in place":
+            self.layers = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in range(4))
+        if what == "shared":
+            self.layers[3][0].weight = self.layers[0][0].weight
+        if what == "with the head":
+            self.head = nn.Linear(8, 8)
+            self.head.weight = self.layers[3][0].weight
+            self.embedding = nn.Embedding(8, 8)
+        if what == "dropout":
+            self.layers.extend([nn.Dropout(0.5)])
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        hidden = first = self.embedding(tokens)
+        hidden = F.dropout(hidden, 0.5, training=self.training and self.what == "dropout")
+        for layer in self.layers:
+            if self.what == "layer drop" and self.training and torch.rand(()) < 0.05:
+                continue
+            if self.what.startswith("checkpoint") and self.training:
+                hidden = checkpoint(layer, hidden, use_reentrant=self.what.endswith("reentrant"))
+            else:
+                hidden = layer(hidden)
+        if (self.what == "connection" and self.training) or (self.what == "batch" and len(tokens) > 1):
+            hidden = hidden + first
+        logits = self.head(hidden)
+        if targets is None:
+            return logits
+        penalty = self.embedding.weight.square().sum() if self.what == "penalty" else 0
+        square = first.square().sum()
+        # Its value is 0, and its gradient is not.
+        aux = square - square.detach() if self.what == "balance" else 0
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + penalty + aux
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("penalty", "another loss in training"),
+        ("connection", "another loss in training"),
+        ("batch", "another loss in training"),
+        ("balance", r"another gradient in training in front of layers\.0"),
+        ("layer drop", r"in training layers\.0 does not run once.*nearest: a layer drop of 0"),
+        ("checkpoint", r"computes layers again in the backward.*recompute=\"always\""),
+        ("checkpoint, reentrant", "computes layers again in the backward"),
+        ("in place", r"in training the chunk of layers\.3 changes its input in place"),
+        ("shared", r"layers\.0\.0\.weight and layers\.3\.0\.weight are one weight"),
+        ("with the head", r"layers\.3\.0\.weight and head\.weight are one weight"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_what_trains_otherwise_in_chunks_is_refused_before_it_trains(what: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cut(InTraining(what), 2)
+
+
+def test_dropout_is_no_reason_to_refuse_and_trying_changes_nothing() -> None:
+    """Modes of modules, running statistics, gradients and random numbers are as before."""
+    model = InTraining("dropout")
+    model.layers[1].append(nn.Sequential(nn.Identity(), nn.Dropout(0.3).eval()))
+    model.layers[2].append(nn.Sequential(Swapped(8), nn.GELU()))
+    before = {name: module.training for name, module in model.named_modules()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    made = cut(model, 2)
+    chunks = [made.chunk(number) for number in range(2)]
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    # And after a switch the chunks follow, module by module.
+    model.eval().train()
+    model.layers[2][-1][0].eval()
+    for chunk in chunks:
+        follow(chunk.model, model)
+    modes = {name: module.training for chunk in chunks for name, module in chunk.model.named_modules()}
+    assert not modes["layers.2.2.0"] and modes["layers.1.2.1"] and modes["layers.0"]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from thinwire.methods.pipeline import Plan, token_shares
 from thinwire.methods.pipeline.border import LastMessages, sequence_keys
 from thinwire.methods.pipeline.recover import NONE, RECOVERIES, lr_factor
 from thinwire.methods.pipeline.simulate import trace
+from thinwire.models.modes import follow
 from thinwire.models.vocabulary import lose_by_rows
 from thinwire.table import Row
 
@@ -338,8 +339,7 @@ class PipelineStage:
             self.part.vocabulary.loss = loss
         for chunk in self.part.chunks.values():
             chunk.loss = loss
-            if chunk.training != model.training:
-                chunk.train(model.training)
+            follow(chunk.chunk.model, model)
 
     def running(self, plan: Plan) -> Runner:
         """The runner of a plan."""

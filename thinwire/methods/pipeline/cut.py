@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from thinwire._compat import flop_counter
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.pipeline.balance import balanced
+from thinwire.methods.pipeline.trial import IGNORED, check_apart, check_logits, check_training
+from thinwire.models.modes import evaluating
 
 PROBE = (3, 1, 4, 1, 5, 2, 6, 0)
-# Targets that count for no loss.
-IGNORED = -100
 SPREAD = "spread"
 HEADS = ("last", "first", SPREAD)
 
@@ -79,10 +79,21 @@ class Cut:
 
     def names_of(self, chunk: int) -> list[str]:
         """The modules of one chunk: its layers, for the first chunk those before, for the last those after."""
-        first = sum(self.sizes[:chunk])
-        names = [f"{self.layers}.{index}" for index in range(first, first + self.sizes[chunk])]
+        names = self.layers_of(chunk)
         names += [front.name for front in self.front] if chunk == 0 else []
         return names + (list(self.back) if chunk == self.num_chunks - 1 else [])
+
+    def layers_of(self, chunk: int) -> list[str]:
+        """The layers of one chunk."""
+        first = sum(self.sizes[:chunk])
+        return [f"{self.layers}.{index}" for index in range(first, first + self.sizes[chunk])]
+
+    def span(self, chunk: int) -> str:
+        """The layers of one chunk in words."""
+        names = self.layers_of(chunk)
+        if not names:
+            return "the embedding" if chunk == 0 else "the head"
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
     @property
     def spread_names(self) -> list[str]:
@@ -220,7 +231,7 @@ def cut(
     """Cut a causal language model into chunks of consecutive layers, one for each stage.
 
     The model is run twice on a few tokens, and its chunks once. Of n tokens a layer has a n + b n^2 operations; a and b
-    follow from the two runs.
+    follow from the two runs. Then model and chunks are run in training, with targets and a backward.
 
     Args:
         model: called as model(tokens, targets=None); returns logits, or the mean loss. Its layers are the nn.ModuleList
@@ -234,12 +245,18 @@ def cut(
             few.
 
     Raises ConfigError for more stages than layers; for layers that don't add up; for a model whose layers pass on more
-    than one hidden state, or whose weights are used in several places; for "spread" also for a model that does more
-    with tokens than a look-up, or more with the head's product than the mean cross-entropy.
+    than one hidden state, or whose weights are used in several places; for one that trains otherwise in
+    chunks, see check_training; for one with a balance loss; for "spread" also for a model that does more with tokens
+    than a look-up, or more with the head's product than the mean cross-entropy.
     """
     if head not in HEADS:
         raise ConfigError(f"head {head!r} is unknown{nearest(head, HEADS)}")
     name, found = layers_of(model)
+    if stages > 1 and (weight := getattr(model, "balance_weight", 0.0)):
+        raise ConfigError(
+            f"the model has a balance loss over the experts of all its layers, weight {weight:g}, and a stage sees "
+            "only its own: stages of a mixture need a weight of 0; nearest: router_aux_loss_coef=0"
+        )
     if not 1 <= stages <= len(found):
         near = max(1, min(stages, len(found)))
         raise ConfigError(f"{stages} stages of {len(found)} layers: nearest that works: {near}")
@@ -254,8 +271,11 @@ def cut(
     made = Cut(
         model, sizes, home, name, probe.front, probe.back, probe.features, probe.dtype, probe.returns, probe.vocabulary
     )
+    check_apart(made)
     # On a copy, so that the model's own layers get no hooks.
-    _check_equal(replace(made, model=_copy_of(model, (), {})), probe)
+    tried = replace(made, model=_copy_of(model, (), {}))
+    check_logits(tried, probe.tokens, probe.logits)
+    check_training(tried, probe.tokens)
     return made
 
 
@@ -352,12 +372,11 @@ class _Probe:
         self, model: nn.Module, watched: Mapping[str, nn.Module], counter: FlopCounterMode, tokens: Tensor
     ) -> Tensor:
         hooks = [module.register_forward_hook(self._note(name), with_kwargs=True) for name, module in watched.items()]
-        was_training = model.training
         try:
-            with torch.no_grad(), counter:
-                return model.eval()(tokens)
+            with torch.no_grad(), counter, evaluating(model):
+                logits: Tensor = model(tokens)
+                return logits
         finally:
-            model.train(was_training)
             for hook in hooks:
                 hook.remove()
 
@@ -392,10 +411,8 @@ class _Probe:
         ):
             raise ConfigError(f"{why}has not as many trained rows in head and embedding{near}")
         targets = torch.where(torch.arange(len(PROBE), device=self.tokens.device) % 3 == 0, IGNORED, self.tokens)
-        was_training = model.training
-        with torch.no_grad():
-            loss = model.eval()(self.tokens, targets)
-        model.train(was_training)
+        with torch.no_grad(), evaluating(model):
+            loss = model(self.tokens, targets)
         expected = nn.functional.cross_entropy(self.logits.float().flatten(0, 1), targets.flatten())
         if loss.ndim or not torch.isclose(loss.float(), expected, rtol=1e-4):
             raise ConfigError(f"{why}has another loss than the mean cross-entropy{near}")
@@ -426,27 +443,6 @@ def _hidden_of(outputs: Sequence[Any]) -> tuple[Tensor, int]:
     if len(kinds) > 1 or not isinstance(hidden, Tensor) or hidden.ndim != 3:
         raise ConfigError("the layers return something else than one hidden state [batch, seq, features] each")
     return hidden, kinds.pop()
-
-
-def _check_equal(made: Cut, probe: _Probe) -> None:
-    """Raise ConfigError unless the chunks, one after the other, give the model's own logits, bit for bit."""
-    hidden: Tensor | None = None
-    try:
-        with torch.no_grad():
-            if made.vocabulary is not None:
-                hidden = made.model.get_submodule(made.vocabulary.embedding.name)(probe.tokens)
-            for number in range(made.num_chunks):
-                hidden = made.chunk(number).eval()(hidden, (probe.tokens, None))
-            if made.vocabulary is not None:
-                hidden = made.model.get_submodule(made.vocabulary.head)(hidden)
-    except (RuntimeError, TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"the layers exchange more than a hidden state, so they can't be cut: {why}") from error
-    if hidden is None or not torch.equal(hidden, probe.logits):
-        raise ConfigError(
-            "cut, the model gives other logits: its layers exchange more than a hidden state, or something is computed "
-            "between them"
-        )
 
 
 def _name_of_hidden(kwargs: Mapping[str, Any]) -> str:

@@ -187,6 +187,9 @@ def _in_chunks(made: Cut, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[in
         for number in range(made.num_chunks):
             with _Watched(made) as watched:
                 left = made.chunk(number)(hidden, batch)
+            if hidden is not None and 0 in watched.states:
+                # The hook in front of the first layer sees the stand-in that what arrives replaces.
+                watched.states[0] = hidden
             passed.append((hidden, left, watched.states))
             hidden = left.detach().requires_grad_()
         if made.vocabulary is not None:

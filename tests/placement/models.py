@@ -77,18 +77,31 @@ class Transformer(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
 
 
+class Spectral(nn.Module):
+    """Two branches on a complex spectrum, which is conjugated without a copy, and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.real, self.imag = nn.Linear(WIDTH, WIDTH), nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        spectrum = torch.fft.rfft(self.first(x)).conj()
+        logits = self.real(spectrum.real) + self.imag(spectrum.imag)
+        return {"loss": F.cross_entropy(logits, targets), "spectrum": spectrum}
+
+
 def made(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = {"branched": Branched, "transformer": Transformer}[name]().to(dtype)
+        model = {"branched": Branched, "transformer": Transformer, "spectral": Spectral}[name]().to(dtype)
     return model
 
 
 def batch(name: str, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """The inputs of a call."""
     generator = torch.Generator().manual_seed(seed)
-    if name == "branched":
+    if name != "transformer":
         x = torch.randn(6, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
         return x, torch.randint(0, 5, (6,), generator=generator)
     tokens = torch.randint(0, 11, (2, 5), generator=generator)

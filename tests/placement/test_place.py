@@ -131,6 +131,16 @@ def test_what_is_measured_is_kept_out_of_the_model() -> None:
     assert not found.sizes["blocks_0_scale"].new_bytes and found.sizes["blocks_0_scale"].needs_grad
 
 
+def test_gradients_pass_complex_tensors() -> None:
+    model, inputs = models.made("spectral"), models.batch("spectral", 0)
+    expected = torch.autograd.grad(model(*inputs)["loss"], model.first.weight)[0]
+    one = thinwire.place(model, inputs, machine(1), "m-etf", seconds=seconds(model, inputs))
+    own = one.apply(torch.optim.SGD(model.parameters()), announce=False)
+    model(*inputs)["loss"].backward()
+    assert model.first.weight.grad is not None and torch.allclose(model.first.weight.grad, expected, atol=1e-12)
+    own.close()
+
+
 def test_inference_keeps_no_activations() -> None:
     model, inputs = models.made("branched"), models.batch("branched", 0)
     stated = seconds(model, inputs)
@@ -162,6 +172,8 @@ def test_a_single_rank_runs_the_model_as_it_was() -> None:
     ("forward", "message"),
     [
         (lambda self, x: self.layer(x).add_(1.0), "'add_' writes into its input.*such as x = x \\+ y"),
+        (lambda self, x: torch.relu_(self.layer(x)), "'relu_' writes into its input"),
+        (lambda self, x: (lambda y: torch.add(y, 1.0, out=y))(self.layer(x)), "'add' writes into its input"),
         (lambda self, x: self.layer(x) * x.sum().item(), "'item' makes a tensor of 'sum_1' into a number"),
         (lambda self, x: self.layer(x) if x.mean() > 0 else x, "can't trace Own.forward: .* module of its own"),
         (lambda self, x: self.recurrent(x), "returns all that 'recurrent' gives, several tensors"),

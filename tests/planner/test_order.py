@@ -108,6 +108,14 @@ def test_annealing_is_within_3_percent_of_all_orders(stages: int, monkeypatch: p
     assert best[0] == 0 and least <= cost(first) <= 1.03 * least
 
 
+def test_orders_of_infinite_cost_are_passed_over() -> None:
+    # Most orders of seven cost infinity, and so does the first.
+    def cost(ranks: RankOrder) -> float:
+        return float(ranks[-1]) if ranks.index(1) > ranks.index(2) else float("inf")
+
+    assert annealed(cost, range(8), num_moves=300)[1] == 1.0
+
+
 @pytest.mark.parametrize(("message", "gradient", "inside"), [(10.0, 1.0, True), (0.1, 100.0, False)])
 def test_racks_hold_what_sends_most(message: float, gradient: float, inside: bool) -> None:
     # Two racks of four, ten times slower between them, and ranks numbered across.

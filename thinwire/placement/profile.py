@@ -115,7 +115,7 @@ class _Rounds:
 
         def leaf(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
-            return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+            return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
         own: dict[fx.Node, Any] = {}
         for source in node.all_input_nodes:

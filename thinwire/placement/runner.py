@@ -157,7 +157,8 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, step: PlacedStep, *weights: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.step = step
         outputs = step.forward(keeps_graph=True)
-        ctx.mark_non_differentiable(*(tensor for tensor in outputs if not tensor.is_floating_point()))
+        discrete = (tensor for tensor in outputs if not (tensor.is_floating_point() or tensor.is_complex()))
+        ctx.mark_non_differentiable(*discrete)
         return outputs
 
     @staticmethod
@@ -296,7 +297,8 @@ def _label(direction: str, crossing: CrossingTensor, sender: int = 0) -> Label:
 
 
 def _packet(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
+    # The bytes of a conjugate, or of its imaginary part, are those of the original until it is resolved.
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
 def _check(crossing: CrossingTensor, output: Any) -> None:

@@ -181,7 +181,7 @@ def _out_of_place(model: nn.Module, node: fx.Node, graph: fx.Graph) -> bool:
     is_told = node.kwargs.get("inplace", False) is True or getattr(module, "inplace", False) is True
     name = str(node.target)
     is_method = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
-    is_item = node.op == "call_function" and node.target in (operator.setitem, operator.iadd, operator.imul)
+    is_item = node.op == "call_function" and _writes(node)
     if not (is_told or is_method or is_item):
         return False
     order = list(graph.nodes)
@@ -198,6 +198,15 @@ def _out_of_place(model: nn.Module, node: fx.Node, graph: fx.Graph) -> bool:
     else:
         node.kwargs = {**node.kwargs, "inplace": False}
     return True
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a function writes into an argument: torch.relu_, out=, and those of `operator`, where and_ does not."""
+    if node.target in (operator.setitem, operator.iadd, operator.imul) or node.kwargs.get("out") is not None:
+        return True
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    is_operator = getattr(operator, name, None) is node.target
+    return name.endswith("_") and not name.endswith("__") and not is_operator
 
 
 def _where(node: fx.Node) -> str:

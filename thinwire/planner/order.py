@@ -44,8 +44,9 @@ def annealed(
             tried = (*order[:fixed], *_moved(order[fixed:], rng))
             if tried not in known:
                 known[tried] = cost(tried)
-            more = known[tried] - known[order]
-            if more <= 0 or rng.random() < math.exp(-_normalised(more) / temperature):
+            # Two infinite costs have no difference.
+            is_worse = known[tried] > known[order]
+            if not is_worse or rng.random() < math.exp(-_normalised(known[tried] - known[order]) / temperature):
                 order = tried
                 best = min(best, order, key=known.__getitem__)
             temperature *= COOLING

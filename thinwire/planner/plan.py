@@ -24,7 +24,7 @@ from thinwire.planner.prices import disk_floor
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Search
 from thinwire.planner.selection import searched
-from thinwire.planner.sizes import no_mesh, wrong_sizes
+from thinwire.planner.sizes import no_mesh, wrong_experts, wrong_sizes
 from thinwire.planner.stated import KeptOptions, no_way_left
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import bytes_text, enough_text
@@ -100,6 +100,7 @@ def plan(
     problems.messages += wrong_sizes(
         llama, ranks, tokens_per_step=tokens_per_step, seq_len=seq_len, micro_batch=micro_batch, stages=stages
     )
+    problems.messages += wrong_experts(llama, tables)
     choice = problems.note(partial(choice_of, has_settings=has_settings), strategies, tables, optimizer)
     for name, value, known in (("dtype", dtype, DTYPES), ("loss", loss, LOSSES)):
         if value not in known:

@@ -24,7 +24,7 @@ from thinwire.planner.outputs import prediction_of, wrong_outputs
 from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.prices import reserved_bytes
-from thinwire.planner.sizes import wrong_sizes
+from thinwire.planner.sizes import wrong_experts, wrong_sizes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
 from thinwire.planner.training_plan import TrainingPlan, with_tables
 from thinwire.run.config import TrainConfig
@@ -71,6 +71,7 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
                 llama, machine.num_ranks, tokens_per_step=tokens_of(config, machine), seq_len=config.seq_len,
                 micro_batch=config.micro_batch, stages=config.stages,
             )  # fmt: skip
+            problems.messages += wrong_experts(llama, config.tables)
     problems.raise_any()
     assert machine is not None
     found = plan(

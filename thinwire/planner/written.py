@@ -127,7 +127,13 @@ def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
     nodes = machine.num_ranks // machine.local_size
     if nodes > 1 and len(set(machine.cores.hosts)) == 1:
         group = found.values["local_size"]
-        command += f" --nodes 1 --workers {machine.num_ranks} --local-size {group}, all on this machine"
+        command += (
+            f" --nodes 1 --workers {machine.num_ranks} --local-size {group}, all on this machine. The links were "
+        )
+        command += (
+            "measured between nodes that share it: if `thinwire lab` emulated them, train in the same lab, since "
+        )
+        command += "without it they are fast"
     elif nodes > 1:
         command += f" --node NUMBER --join HOST:PORT, on each of the {nodes} machines"
     print(f"written to {out}, its prediction to {prediction}; train with: {command}")

@@ -35,6 +35,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("memory_bytes", math.nan, "memory_bytes nan: must be a number above 0, or null"),
     ("memory_bytes", "8gb", "memory_bytes '8gb': must be a number above 0, or null"),
     ("network/nodes", [0, 1, 0, 1], "must be side by side, as many on each; nearest: [0, 0, 1, 1]"),
+    ("network/nodes", [0, 1, 1, 2], "must be side by side, as many on each; nearest: [0, 0, 1, 1]"),
+    ("network/nodes", [0, 0, 1, 2], "must be side by side, as many on each; nearest: [0, 0, 1, 1]"),
     ("network/rates", [[1.0] * 4] * 3, "network.rates: has 3 entries, must have 4"),
     ("network/delays_s", [[-1.0] * 4] * 4, "network.delays_s[0][1] -1.0: must be a number of at least 0"),
     ("network/rate", 1.0, "network.rate: no such key; did you mean 'rates'?"),

@@ -15,7 +15,7 @@ from thinwire.calibration.process import USUAL
 from thinwire.compare.verify import run_plan
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.line import read_config
-from thinwire.launch.prepare import plan as checked
+from thinwire.launch.prepare import plan as checked, resolve
 from thinwire.models import Llama, build_skeleton
 from thinwire.planner import selection as module
 from thinwire.planner.candidates import Candidate
@@ -159,6 +159,12 @@ def test_a_budget_that_nothing_fits_names_the_least(tmp_path: Path) -> None:
     for words in ("--memory 100mb", "--memory 100mb --activations recompute", "--memory 100mb --store none"):
         with pytest.raises(ConfigError, match=r"no way to train fits; the least is \d+ MB"):
             chosen(words, tmp_path)
+
+
+def test_the_optimizer_is_not_said_to_be_the_choice_of_auto(tmp_path: Path) -> None:
+    run = asked_for("", tmp_path)
+    _, rows = resolve(run, replace(run.config, optimizer=None), 1)
+    assert ("--optimizer", "adamw", "the choice of the strategies from which --strategy auto chooses") in rows
 
 
 def test_a_plan_that_is_written_trains_as_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,11 @@ def test_a_plan_with_groups_is_a_configuration(tmp_path: Path, capsys: pytest.Ca
     found = made_plan(asked, Problems())
     write_plan(asked, found)
     printed = capsys.readouterr().out
+    # A setting that is not chosen is named by its flags.
+    other = replace(found.best, candidate=replace(found.best.candidate, strategy="diloco[sync_every=50]"))
+    aside = replace(found, search=replace(found.search, aside={"unknown": [other]})).rows("--strategy auto")
+    assert any("groups of 2 --diloco.sync-every 50" in effect.replace("_", "-") for _, effect, _ in aside)
     config = read_toml(out, Problems())
     assert config.local_size == found.values["local_size"] == 2 and config.order == found.best.order
     assert "--local-size 2, all on this machine" in printed and "groups of 2" in printed
+    assert "train in the same lab" in printed

@@ -212,8 +212,13 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     least = min(priced.memory_bytes for priced in free.search.fastest)
     small = planned(machine(FAST), strategies=("zero", "ddp"), memory_bytes=1.01 * least)
     assert small.search.too_large and all(priced.memory_bytes <= 1.01 * least for priced in small.search.fastest)
-    with pytest.raises(ConfigError, match="no way to train fits; the least is"):
-        planned(machine(FAST), memory_bytes=1e6)
+    for memory_bytes in (1e6, 5e5):
+        # Nothing else is told: no other number that is not the user's, and no mesh that the model has no layers for.
+        with pytest.raises(ConfigError, match=r"no way to train fits; the least is [\d.]+ [MG]B[^\n]*$"):
+            planned(machine(FAST), memory_bytes=memory_bytes, strategies=("zero", "ddp"), residency={"store": "none"})
+    for nothing in (0.0, -5.0, math.nan):
+        with pytest.raises(ConfigError, match=f"memory_bytes {nothing:g}: must be above 0"):
+            planned(machine(FAST), memory_bytes=nothing)
     with pytest.raises(ConfigError, match="nearest: 8192"):
         plan("demo", machine(FAST), tokens_per_step=8000)
     lacking = replace(machine(FAST), rates={"layer 512 fp32": 1e9, "copy": 1e9})

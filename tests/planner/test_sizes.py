@@ -21,6 +21,7 @@ from thinwire.errors import ConfigError
         ("--micro-batch 0", "--micro-batch 0: must be at least 1; nearest: 1"),
         ("--seq-len 0", "--seq-len 0: must be at least 1; nearest: 1"),
         ("--tokens-per-step 0", "--tokens-per-step 0: must be a multiple of --seq-len 64, and above 0; nearest: 256"),
+        ("--experts.parallel 2", "--experts.parallel 2: the model has no experts; nearest: a mixture such as moe-tiny"),
         ("--stages 2 --pipeline.forward int99", "int99"),
         ("--strategies diloco --stages 4 --model demo", "no mesh of 4 ranks has all of --strategies diloco --stages 4"),
     ],

@@ -172,7 +172,7 @@ def named(check: Check) -> Check:
 
 def side_by_side(key: str, nodes: Any) -> Iterator[str]:
     """Equally many ranks on each node, side by side: 0, 0, 1, 1."""
-    num = len(set(nodes))
+    num = min((n for n in range(1, len(nodes) + 1) if len(nodes) % n == 0), key=lambda n: abs(n - len(set(nodes))))
     near = [rank * num // len(nodes) for rank in range(len(nodes))]
     if list(nodes) != near:
         yield f"{key} {shown(nodes)}: ranks of a node must be side by side, as many on each; nearest: {near}"

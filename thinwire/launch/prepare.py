@@ -191,7 +191,11 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         islands = f"{asked.world_size // size} island(s) of {size} rank(s)"
         rows.append((f"--local-size {asked.local_size or 'by default'}", islands, why))
     if asked.optimizer is None:
-        rows.append(("--optimizer", f"{run.config.optimizer}", f"the choice of strategy {asked.strategy}"))
+        who = f"strategy {asked.strategy}"
+        if asked.is_planned_late:
+            # None of them is chosen yet.
+            who = f"the strategies from which --strategy {asked.strategy} chooses"
+        rows.append(("--optimizer", f"{run.config.optimizer}", f"the choice of {who}"))
     loss, why_loss = loss_of(asked)
     rows.append((f"--loss {asked.loss}", loss, why_loss))
     if asked.compile:

@@ -86,6 +86,12 @@ class Candidate:
         return {**table_of(self.strategy), **table_of(self.outer)}
 
     @property
+    def setting_flags(self) -> list[str]:
+        """Flags of the settings that were searched."""
+        own = [(name, each) for name, options in self.settings.items() for each in options.items()]
+        return [f"--{name}.{option} {shlex.quote(str(value))}" for name, (option, value) in own]
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Ranks of each axis of the mesh, from the outside in."""
         return {
@@ -146,8 +152,7 @@ class Candidate:
         table += [f"--experts.{name} {value}" for name, value in self.travel]
         table += residency_flags(self.residency)
         table += [f"--local-size {self.group}"] if self.group else []
-        for name, options in self.settings.items():
-            table += [f"--{name}.{option} {shlex.quote(str(value))}" for option, value in options.items()]
+        table += self.setting_flags
         strategy = f"--strategy {name_of(self.strategy)}"
         if self.outer:
             size = self.num_ranks // self.islands

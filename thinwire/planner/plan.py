@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from thinwire.planner.prices import disk_floor
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Search
 from thinwire.planner.selection import searched
-from thinwire.planner.sizes import no_mesh, wrong_sizes
+from thinwire.planner.sizes import no_mesh, wrong_experts, wrong_sizes
 from thinwire.planner.stated import KeptOptions, no_way_left
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import bytes_text, enough_text
@@ -100,6 +101,10 @@ def plan(
     problems.messages += wrong_sizes(
         llama, ranks, tokens_per_step=tokens_per_step, seq_len=seq_len, micro_batch=micro_batch, stages=stages
     )
+    problems.messages += wrong_experts(llama, tables)
+    # NaN is above nothing.
+    if memory_bytes is not None and not memory_bytes > 0:
+        problems.messages.append(f"memory_bytes {memory_bytes:g}: must be above 0; nearest: None, all of the machine's")
     choice = problems.note(partial(choice_of, has_settings=has_settings), strategies, tables, optimizer)
     for name, value, known in (("dtype", dtype, DTYPES), ("loss", loss, LOSSES)):
         if value not in known:
@@ -107,7 +112,8 @@ def plan(
     problems.raise_any()
     assert choice is not None
     choice = replace(choice, is_mixture=isinstance(llama, MoELlama))
-    budget = "" if memory_bytes is None else f"{int(min(machine.memory_bytes, memory_bytes) / 1e6)}mb"
+    memory = machine.memory_bytes if memory_bytes is None else min(machine.memory_bytes, memory_bytes)
+    budget = "" if memory_bytes is None else budget_text(memory)
     stated = KeptOptions(optimizer, residency or {}, budget)
     pricing = Pricing(
         llama, machine, choice.methods, seq_len, dtype, estimator or Offset(), tables, loss, optimizer=optimizer,
@@ -128,7 +134,6 @@ def plan(
     left = [*choice.dropped, *left]
     if not listed:
         raise no_way_left(left)
-    memory = min(machine.memory_bytes, memory_bytes or machine.memory_bytes)
     rest = budget if stated.has_rest else ""
     found = searched(listed, pricing, choice, memory, rest, stated.residency)
     if not found.fastest:
@@ -145,10 +150,18 @@ def nothing_fits(found: Search, pricing: Pricing, memory: float) -> ConfigError:
     needs = [*floors.values(), *(each.memory_bytes for each in found.too_large if not each.candidate.memory)]
     if not needs:
         return ConfigError(*found.refused)
-    # Floors of single ways would be told beside the least of all, and that others keep all in memory.
-    others = [why for why, ways in found.refused.items() if not floors or not all(way.is_resident for way in ways)]
+    # Why no part can lie on a disk is told; that a mesh fits no model is no fault of the memory, and floors of single
+    # ways would be told beside the least of all.
+    others = [why for why, ways in found.refused.items() if not floors and any(way.is_resident for way in ways)]
     why = f"memory of {bytes_text(memory)} a rank: no way to train fits; the least is {enough_text(min(needs))}"
     return ConfigError(why, *others)
+
+
+def budget_text(memory: float) -> str:
+    """Bytes as an option takes them, such as 700mb, or 500kb below a megabyte; empty: without a limit."""
+    if memory == math.inf:
+        return ""
+    return f"{int(memory / 1e6)}mb" if memory >= 1e6 else f"{max(1, int(memory)) / 1e3:g}kb"
 
 
 def floors_on_disk(found: Search, pricing: Pricing) -> dict[Candidate, float]:

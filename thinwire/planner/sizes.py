@@ -37,6 +37,14 @@ def wrong_stages(llama: Llama, num_ranks: int, stages: int) -> Iterator[str]:
         yield f"--stages {stages}: must divide the {num_ranks} ranks, and {why}; nearest: {near}"
 
 
+def wrong_experts(llama: Llama, tables: Tables) -> Iterator[str]:
+    """Yield why ranks can't share the experts of a model as is stated: it has none."""
+    experts = tables.get(EXPERTS, {}).get("parallel", AUTO)
+    if experts not in (AUTO, 1) and not isinstance(llama, MoELlama):
+        near = "a mixture such as moe-tiny, or leave it out"
+        yield f"--experts.parallel {experts}: the model has no experts; nearest: {near}"
+
+
 def shared_evenly(tokens_per_step: int, seq_len: int, num_ranks: int) -> int:
     """The nearest number of tokens of which each rank has equally many sequences."""
     return max(1, round(tokens_per_step / seq_len / num_ranks)) * seq_len * num_ranks

@@ -148,8 +148,9 @@ class TrainingPlan:
         counts, _, because = self.objective.why.partition(": ")
         rows: list[Row] = [(asked, self.flags_of(best.candidate), why), ("objective", counts, because)]
         for reason, ways in self.search.aside.items():
-            seconds = seconds_text(ways[0].step_s)
-            rows.append(("priced, not chosen", f"{seconds} a step with {ways[0].candidate.layout}", reason))
+            way = ways[0].candidate
+            what = " ".join([way.layout, *way.setting_flags])
+            rows.append(("priced, not chosen", f"{seconds_text(ways[0].step_s)} a step with {what}", reason))
         return [*rows, *self.left_out, *self.order_rows()]
 
     def memory_rows(self, options: Mapping[str, Any]) -> Iterator[Row]:

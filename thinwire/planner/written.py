@@ -24,7 +24,7 @@ from thinwire.planner.outputs import prediction_of, wrong_outputs
 from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.prices import reserved_bytes
-from thinwire.planner.sizes import wrong_sizes
+from thinwire.planner.sizes import wrong_experts, wrong_sizes
 from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
 from thinwire.planner.training_plan import TrainingPlan, with_tables
 from thinwire.run.config import TrainConfig
@@ -71,6 +71,7 @@ def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
                 llama, machine.num_ranks, tokens_per_step=tokens_of(config, machine), seq_len=config.seq_len,
                 micro_batch=config.micro_batch, stages=config.stages,
             )  # fmt: skip
+            problems.messages += wrong_experts(llama, config.tables)
     problems.raise_any()
     assert machine is not None
     found = plan(
@@ -126,7 +127,11 @@ def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
     nodes = machine.num_ranks // machine.local_size
     if nodes > 1 and len(set(machine.cores.hosts)) == 1:
         group = found.values["local_size"]
-        command += f" --nodes 1 --workers {machine.num_ranks} --local-size {group}, all on this machine"
+        command += (
+            f" --nodes 1 --workers {machine.num_ranks} --local-size {group}, all on this machine. The links were "
+            "measured between nodes that share it: if `thinwire lab` emulated them, train in the same lab, since "
+            "without it they are fast"
+        )
     elif nodes > 1:
         command += f" --node NUMBER --join HOST:PORT, on each of the {nodes} machines"
     print(f"written to {out}, its prediction to {prediction}; train with: {command}")

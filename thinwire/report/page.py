@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,14 @@ def circumstances(run: RunFiles) -> Iterator[tuple[str, str]]:
         yield "ended" if run.summary else "last written", date_text(run.changed)
     yield "host", host_text(machine())
     if run.config:
-        yield "repeat with", shlex.join(["thinwire", "train", str(run.path / "config.toml")])
+        other = str(unused_beside(run.path))
+        yield "repeat with", shlex.join(["thinwire", "train", str(run.path / "config.toml"), "--run-dir", other])
+
+
+def unused_beside(path: Path) -> Path:
+    """A name of no folder yet: the path's, and the first number from 2 up."""
+    path = path if path.name else path.resolve()
+    return next(other for n in count(2) if not (other := path.with_name(f"{path.name}-{n}")).exists())
 
 
 def host_text(values: Mapping[str, Any]) -> str:

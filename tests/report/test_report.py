@@ -136,6 +136,19 @@ def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None
     pictures(page)
 
 
+def test_a_lost_stage_is_in_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path, [row(1), row(2)])
+    lost = {"event": "membership", "after_step": 1, "generation": 2, "members": [0, 1, 2], "lost": [1], "joined": [1]}
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(lost | {"cost_s": 4.7, "how": "stage 1 is the average", "noun": "stage"}) + "\n")
+        metrics.write('{"event": "membership", "lost": 3}\n')
+    page = write_report(tmp_path).read_text()
+    cells = ("1", "1", "1", "0, 1, 2", "4.70 s", "stage 1 is the average")
+    assert "<h2>Stages that were lost or joined</h2>" in page
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert "Rank 0 waited the time shown from when it missed the other." in page
+
+
 def test_a_pipeline_shows_what_was_predicted_over_what_was_measured(tmp_path: Path) -> None:
     def event(name: str, stage: int, start_s: float, row: str) -> dict[str, Any]:
         return {"name": name, "cat": name[0], "ph": "X", "pid": stage, "tid": row, "ts": 1e6 * start_s, "dur": 1e6}

@@ -90,7 +90,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert "versions.torch" in page
     assert 'title="6290.2">6290<' in page and ">650 ms<" in page and ">41.0k<" in page, "rounded, and exact below"
     assert "Learning rate and gradient norm" in page and ">3e-4<" in page
-    assert platform.node() in page and f"thinwire train {tmp_path}/config.toml" in page
+    assert platform.node() in page and f"thinwire train {tmp_path}/config.toml --run-dir {tmp_path}-2<" in page
     assert re.search(r"<dt>ended</dt><dd>20\d\d-\d\d-\d\d \d\d:\d\d", page)
     assert not re.search(r"(?:src|href)=|url\(|@import|<script", page), "the page must be self-contained"
 
@@ -120,7 +120,7 @@ def test_time_is_stacked_without_a_hole(tmp_path: Path) -> None:
 
 def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None:
     more = {"expert_rows": [[10, 30], [20, 20]], "sent_by": {"dispatch, inter": 2_000_000.0}}
-    rows = [row(step, experts_s=0.2, predicted_experts_s=0.1, needed_capacity=1.5) for step in (1, 2, 3)]
+    rows = [row(n, experts_s=0.2, predicted_experts_s=0.1 * (n > 1), needed_capacity=1.5) for n in (1, 2, 3)]
     write_run(tmp_path, rows, SUMMARY | more)
     way = {"event": "way", "after_step": 2, "way": "tokens, once, 1 chunk", "why": "the fastest measured"}
     with (tmp_path / "metrics.jsonl").open("a") as metrics:
@@ -131,8 +131,22 @@ def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None
     assert "The busiest expert of a layer had 1.50 of a share." in page and "1: 1.50, 1.00 of an even share" in page
     assert "<td>2</td><td>tokens, once, 1 chunk</td><td>the fastest measured</td><td>10 ms</td><td>20 ms</td>" in page
     assert "<td>dispatch</td><td>inter</td><td>2 MB</td>" in page and "measured: median 200 ms" in page
+    assert "step 1: 200 ms measured<" in page and "step 2: 200 ms measured, 100 ms predicted<" in page
     assert "<td>expert_rows</td>" not in page and "<td>sent_by</td>" not in page
     pictures(page)
+
+
+def test_a_lost_stage_is_in_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path, [row(1), row(2)])
+    lost = {"event": "membership", "after_step": 1, "generation": 2, "members": [0, 1, 2], "lost": [1], "joined": [1]}
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(lost | {"cost_s": 4.7, "how": "stage 1 is the average", "noun": "stage"}) + "\n")
+        metrics.write('{"event": "membership", "lost": 3}\n')
+    page = write_report(tmp_path).read_text()
+    cells = ("1", "1", "1", "0, 1, 2", "4.70 s", "stage 1 is the average")
+    assert "<h2>Stages that were lost or joined</h2>" in page
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert "Rank 0 waited the time shown from when it missed the other." in page
 
 
 def test_a_pipeline_shows_what_was_predicted_over_what_was_measured(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_a_pipeline_goes_on_without_the_stages_that_are_killed(tmp_path: Path) -
     losses = [line for lines in told for line in [line for line in lines if "is missing" in line][:1]]
     assert losses and not any("Timed out" in line for line in losses), "a closed connection tells at once"
     assert "generation 2: stage 2 is lost; stage 2 joins; stages 0, 1, 2, 3 go on after step 3" in out
+    assert re.search(r"go on after step 3; rank 0 waited \d+\.\d s from when it missed the other \(stage 2 is", out)
     assert "stages 1 and 2 were lost together, and each is the other's neighbour: the run goes on from the" in out
     assert "a relative difference of 0\n" in out, "the checkpoint's next loss"
     lines = [line for line in runner.metrics("run") if "loss" in line]

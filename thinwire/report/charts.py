@@ -175,7 +175,9 @@ def beside_figure(run: RunFiles, key: str, where: str) -> Figure:
     for bin in bins:
         seconds = bin.mean(key)
         chart.bar(bin.left, bin.right, 0, min(seconds, highest), "compute")
-        words = f"{seconds_text(seconds)} measured, {seconds_text(bin.mean(f'predicted_{key}'))} predicted"
+        expected = _mean([y for row in bin.rows if (y := number(row.get(f"predicted_{key}"))) > 0])
+        words = f"{seconds_text(seconds)} measured"
+        words += f", {seconds_text(expected)} predicted" if math.isfinite(expected) else ""
         chart.hover(bin.left, bin.right, f"{bin.name}: {words}")
     chart.line(thin_out(predicted), "heldout")
     legend = [

@@ -75,7 +75,7 @@ class MembershipEvent:
     Attributes:
         after_step: the last step before the change.
         members, lost, joined: numbers of islands or stages.
-        cost_s: seconds that this island waited.
+        cost_s: seconds that this island waited, or rank 0 of a pipeline; see WAITED.
         how: what was done in that time.
         noun: island or stage.
     """
@@ -110,6 +110,11 @@ class WayEvent:
     measured_s: float = 0.0
 
 
+# Who waits at a change of membership, and from when, by noun; {} is for the seconds.
+WAITED = {
+    "island": "this island waited {} from the start of the exchange that broke off",
+    "stage": "rank 0 waited {} from when it missed the other",
+}
 # Of a way.
 TRIED = "to be tried"
 RunEvent = MembershipEvent | WayEvent

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from thinwire.cost.drift import moved_s
 from thinwire.errors import ConfigError
 from thinwire.report.charts import Figure, figures
 from thinwire.report.machine import machine
+from thinwire.report.metrics import WAITED
 from thinwire.report.planned import planned_figures
 from thinwire.report.run import RunFiles, number, read_run
 from thinwire.report.timeline import timeline_figures
@@ -69,6 +71,7 @@ def sections(run: RunFiles) -> Iterator[str]:
     yield f"<header>{name}<p>{text(subtitle(run))}</p>{facts(circumstances(run))}</header>"
     yield warning(run)
     yield headline(run)
+    yield membership_table(run)
     yield plan_table(run)
     yield plots(figure(item) for item in planned_figures(run))
     yield plots(figure(item) for item in [*figures(run), *timeline_figures(run)])
@@ -100,7 +103,14 @@ def circumstances(run: RunFiles) -> Iterator[tuple[str, str]]:
         yield "ended" if run.summary else "last written", date_text(run.changed)
     yield "host", host_text(machine())
     if run.config:
-        yield "repeat with", shlex.join(["thinwire", "train", str(run.path / "config.toml")])
+        other = str(unused_beside(run.path))
+        yield "repeat with", shlex.join(["thinwire", "train", str(run.path / "config.toml"), "--run-dir", other])
+
+
+def unused_beside(path: Path) -> Path:
+    """A name of no folder yet: the path's, and the first number from 2 up."""
+    path = path if path.name else path.resolve()
+    return next(other for n in count(2) if not (other := path.with_name(f"{path.name}-{n}")).exists())
 
 
 def host_text(values: Mapping[str, Any]) -> str:
@@ -206,6 +216,27 @@ def ways_table(run: RunFiles) -> str:
         rows.append((str(line.get("after_step")), str(line.get("way")), str(line.get("why")), *seconds))
     header = ("after step", "way", "why", "predicted, a layer", "measured, a layer")
     return table("Ways of rows to experts", header, rows) if rows else ""
+
+
+def membership_table(run: RunFiles) -> str:
+    """The islands, or stages, that were lost and joined over the steps."""
+    rows = [
+        (
+            str(line.get("after_step")), *(numbers(line.get(key)) for key in ("lost", "joined", "members")),
+            seconds_text(number(line.get("cost_s"))), str(line.get("how")),
+        )
+        for line in run.memberships
+    ]  # fmt: skip
+    noun = next((str(line.get("noun", "island")) for line in run.memberships), "")
+    words = WAITED.get(noun, WAITED["island"]).format("the time shown")
+    header = ("after step", "lost", "joined", "go on", "waited", "how")
+    title = f"{noun.capitalize()}s that were lost or joined"
+    return f"{table(title, header, rows)}<p>{text(words[:1].upper() + words[1:])}.</p>" if rows else ""
+
+
+def numbers(value: Any) -> str:
+    """Numbers of islands or stages in words."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else MISSING
 
 
 def sent_table(run: RunFiles) -> str:

@@ -25,6 +25,7 @@ class RunFiles:
         plan: plan.json, empty if the run follows none.
         timeline: events of timeline.json; empty without a pipeline.
         ways: lines of metrics.jsonl on other ways of rows to experts.
+        memberships: its lines on islands or stages that were lost or joined.
         changed: when the last of these files was written; None if there is none.
     """
 
@@ -35,6 +36,7 @@ class RunFiles:
     changed: datetime | None = None
     plan: dict[str, Any] = field(default_factory=dict)
     ways: list[dict[str, Any]] = field(default_factory=list)
+    memberships: list[dict[str, Any]] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -88,6 +90,7 @@ def read_run(run_dir: Path) -> RunFiles:
     metrics, summary, config = (run_dir / name for name in ("metrics.jsonl", "summary.json", "config.toml"))
     if not any(path.is_file() for path in (metrics, summary, config)):
         raise ConfigError(f"{str(run_dir)!r} holds no run: none of {metrics.name}, {summary.name}, {config.name}")
+    lines = [_object(line) for line in _text(metrics).splitlines()]
     changed = max(path.stat().st_mtime for path in (metrics, summary, config) if path.is_file())
     return RunFiles(
         path=run_dir,
@@ -96,7 +99,8 @@ def read_run(run_dir: Path) -> RunFiles:
         config=_text(config),
         changed=datetime.fromtimestamp(changed).astimezone(),
         plan=_object(_text(run_dir / "plan.json")),
-        ways=[line for line in map(_object, _text(metrics).splitlines()) if line.get("event") == "way"],
+        ways=[line for line in lines if line.get("event") == "way"],
+        memberships=[line for line in lines if line.get("event") == "membership"],
         timeline=_events(_text(run_dir / "timeline.json")),
     )
 

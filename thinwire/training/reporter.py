@@ -15,7 +15,16 @@ from thinwire.errors import UnsavedError
 from thinwire.options import has_islands
 from thinwire.report import write_report
 from thinwire.report.machine import versions
-from thinwire.report.metrics import TRIED, MembershipEvent, MetricsWriter, RunEvent, StepMetrics, WayEvent, medians
+from thinwire.report.metrics import (
+    TRIED,
+    WAITED,
+    MembershipEvent,
+    MetricsWriter,
+    RunEvent,
+    StepMetrics,
+    WayEvent,
+    medians,
+)
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import open_trackers
 from thinwire.report.units import bytes_text, seconds_text
@@ -66,7 +75,7 @@ class Reporter:
         members = ", ".join(map(str, event.members))
         self.progress.say(
             f"generation {event.generation}: {'; '.join(changes) or 'as before'}; {noun}s {members} go on after step "
-            f"{event.after_step}; it took {event.cost_s:.1f} s ({event.how})"
+            f"{event.after_step}; {WAITED[noun].format(f'{event.cost_s:.1f} s')} ({event.how})"
         )
 
     def way(self, event: WayEvent) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,6 +168,25 @@ def test_what_can_not_be_cut_is_refused() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             cut(model, 2)
+
+
+class Named(Layered):
+    """Returns what transformers' models do, or a tuple."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        return self.kind(logits=super().forward(tokens))
+
+
+def test_a_model_that_returns_no_logits_is_told_what_wraps_it() -> None:
+    wrap = r"^Named returns SimpleNamespace, .* HFCausalLM\(model, max_seq_len=\.\.\.\) from thinwire\.models\.hf$"
+    with pytest.raises(ConfigError, match=wrap):
+        cut(Named(SimpleNamespace), 2)
+    with pytest.raises(ConfigError, match=r"^Named returns dict, .* nearest: return logits \[batch, seq, vocab\]"):
+        cut(Named(dict), 2)
 
 
 def test_a_mixture_with_a_balance_loss_is_refused() -> None:

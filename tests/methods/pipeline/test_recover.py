@@ -48,7 +48,7 @@ def test_a_lost_stage_is_made_by_a_replica_of_the_pipeline_that_has_its_neighbou
 
 
 def test_what_does_not_fit_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="nearest: 3 stages"):
+    with pytest.raises(ConfigError, match=r"nearest: recover 'none' \(--pipeline\.recover none\), or 3 stages$"):
         check_stages(Pipeline(recover="average"), 2, 2)
     with pytest.raises(ConfigError, match=r"2 replicas of each stage by ddp: .* nearest: zero or sdp4bit"):
         check_recovers(Pipeline(recover="average"), DDP(), {"data": 2})
@@ -57,9 +57,11 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
         Pipeline(recover="average", plan="zbv")
     # With micro-batches too, of which these stages have no plan: this fault alone, at once.
     for stages in (1, 2, 3):
-        with pytest.raises(ConfigError, match=rf"^recover 'swap' with {stages} stages: .* nearest: 4 stages"):
+        with pytest.raises(
+            ConfigError, match=rf"^recover 'swap' with {stages} stages: .* nearest: recover 'none' .*, or 4 stages$"
+        ):
             check_stages(Pipeline(recover="swap"), stages, 4, 16)
-        with pytest.raises(ConfigError, match="nearest: 4 stages"):
+        with pytest.raises(ConfigError, match="nearest: recover 'none'"):
             Pipeline(recover="swap").plan_of(stages, 4)
     with pytest.raises(ConfigError, match=r"path \(0, 2, 1, 2\): visits a chunk twice; nearest: \(0, 2, 1\)"):
         fitted((0, 1, 2), [(0, 2, 1, 2)], Costs.even(3))

@@ -374,11 +374,18 @@ class _Probe:
         hooks = [module.register_forward_hook(self._note(name), with_kwargs=True) for name, module in watched.items()]
         try:
             with torch.no_grad(), counter, evaluating(model):
-                logits: Tensor = model(tokens)
-                return logits
+                logits = model(tokens)
         finally:
             for hook in hooks:
                 hook.remove()
+        if not isinstance(logits, Tensor):
+            near = "return logits [batch, seq, vocab], or the mean loss if targets are given"
+            if hasattr(logits, "logits"):
+                near = "wrap it: HFCausalLM(model, max_seq_len=...) from thinwire.models.hf"
+            raise ConfigError(
+                f"{type(model).__name__} returns {type(logits).__name__}, and no tensor of logits; nearest: {near}"
+            )
+        return logits
 
     def _note(self, name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -48,7 +48,8 @@ def check_recovery(how: str, num_stages: int) -> None:
         fewest, why = FEWEST_SWAPPED, "the first two and the last two must be others"
     if how != NONE and num_stages < fewest:
         raise ConfigError(
-            f"recover {how!r} with {num_stages} stages: {why}; nearest: {fewest} stages, or recover {NONE!r}"
+            f"recover {how!r} with {num_stages} stages: {why}; nearest: recover {NONE!r} "
+            f"(--pipeline.recover {NONE}), or {fewest} stages"
         )
 
 

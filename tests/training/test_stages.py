@@ -227,7 +227,7 @@ def test_a_run_that_skips_stages_goes_on_along_the_same_paths(runs: RunsOfRanks)
         (("--stages", "auto", "--mesh", "data=4"), "--stages auto finds the mesh"),
         (("--stages", "auto", "--tensor", "2"), "leave --mesh, --tensor and .*; or --tensor auto"),
         (("--stages", "2", "--tensor", "auto"), "--tensor auto is found beside the stages; nearest: --stages auto"),
-        (("--strategy", "auto", "--tensor", "2"), "--strategy auto finds mesh and order: leave --mesh, --tensor"),
+        (("--strategy", "auto", "--mesh", "tensor=2"), "--strategy auto finds mesh and order: leave --mesh"),
         (("--stages", "auto", "--model", "moe-tiny"), "for presets such as demo, and not for moe-tiny"),
         (("--stages", "auto", "--strategy", "diloco"), "--stages auto: stages beside islands"),
         (("--stages", "auto", "--pipeline.recover", "average"), "--stages auto with recover: .* nearest: --stages 4"),

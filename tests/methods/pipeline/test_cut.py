@@ -213,10 +213,10 @@ class InTraining(Layered):
         if what == "in place":
             self.layers = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in range(4))
         if what == "shared":
-            self.layers[3][0].weight = self.layers[0][0].weight
+            self.layers.get_submodule("3.0").weight = self.layers.get_submodule("0.0").weight
         if what == "with the head":
             self.head = nn.Linear(8, 8)
-            self.head.weight = self.layers[3][0].weight
+            self.head.weight = self.layers.get_submodule("3.0").weight
             self.embedding = nn.Embedding(8, 8)
         if what == "dropout":
             self.layers.extend([nn.Dropout(0.5)])

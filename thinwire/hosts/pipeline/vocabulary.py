@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.checkpoint import Piece, Share
 from thinwire.errors import ConfigError
 from thinwire.methods.pipeline import Cut
-from thinwire.methods.pipeline.cut import IGNORED
+from thinwire.methods.pipeline.trial import IGNORED
 from thinwire.methods.pipeline.vocabulary import (
     NUM_SCORES,
     Own,

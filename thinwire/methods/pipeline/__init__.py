@@ -2,8 +2,9 @@
 
 from thinwire.methods.pipeline.carried import Carried, least_cut, there_and_back
 from thinwire.methods.pipeline.check import Limits, check, in_flight
+from thinwire.methods.pipeline.chunks import Chunk, Cut
 from thinwire.methods.pipeline.costs import Costs
-from thinwire.methods.pipeline.cut import Chunk, Cut, cut, token_shares
+from thinwire.methods.pipeline.cut import cut, token_shares
 from thinwire.methods.pipeline.fitted import fitted
 from thinwire.methods.pipeline.ground import Ground
 from thinwire.methods.pipeline.options import Pipeline

@@ -5,18 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from thinwire.device import random_state
 from thinwire.errors import ConfigError
+from thinwire.methods.pipeline.chunks import Cut
 from thinwire.models.modes import evaluating
-
-if TYPE_CHECKING:
-    from thinwire.methods.pipeline.cut import Cut
 
 # Targets that count for no loss.
 IGNORED = -100
@@ -254,20 +253,15 @@ def _repeatable(model: nn.Module, device: torch.device, drawn: float) -> Iterato
     Gives a function that tells whether random numbers were drawn.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    python = random.getstate()
-    cuda = [device] if device.type == "cuda" else []
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)]
-
-    before = states()
+    python, before = random.getstate(), random_state()
 
     def are_drawn() -> bool:
-        same = all(torch.equal(one, other) for one, other in zip(before, states(), strict=True))
+        pairs = zip(before, random_state(), strict=True)
+        same = all(one is None or other is None or torch.equal(one, other) for one, other in pairs)
         return not same or random.getstate() != python
 
     try:
-        with torch.random.fork_rng(cuda), _Steady(drawn):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), _Steady(drawn):
             yield are_drawn
     finally:
         random.setstate(python)

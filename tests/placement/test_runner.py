@@ -59,7 +59,7 @@ def _trained(rank: int, world_size: int, row: str) -> dict[str, Any]:
         output["loss"].backward()
         after = own.meter.snapshot()
         grads = {key: param.grad.numpy().copy() for key, param in model.named_parameters() if param.grad is not None}
-        told["steps"].append(({key: value.detach().numpy() for key, value in output.items()}, grads))
+        told["steps"].append(({key: value.detach().resolve_conj().numpy() for key, value in output.items()}, grads))
         told["spans"] = [(direction, unit) for direction, unit, *_ in own.spans]
         told["sent"] = after.sent_bytes - before.sent_bytes, own.routes.sent_bytes(rank)
         told["calls"] = {
@@ -79,7 +79,7 @@ def _trained(rank: int, world_size: int, row: str) -> dict[str, Any]:
     return told
 
 
-ROWS = ["branched m-sct", "branched m-etf slow", "transformer m-topo", "transformer m-etf"]
+ROWS = ["branched m-sct", "branched m-etf slow", "transformer m-topo", "transformer m-etf", "spectral m-etf"]
 
 
 def equal(found: Any, expected: Tensor) -> bool:

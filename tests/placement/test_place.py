@@ -133,11 +133,12 @@ def test_what_is_measured_is_kept_out_of_the_model() -> None:
 
 def test_gradients_pass_complex_tensors() -> None:
     model, inputs = models.made("spectral"), models.batch("spectral", 0)
-    expected = torch.autograd.grad(model(*inputs)["loss"], model.first.weight)[0]
+    weight = model.get_parameter("first.weight")
+    expected = torch.autograd.grad(model(*inputs)["loss"], weight)[0]
     one = thinwire.place(model, inputs, machine(1), "m-etf", seconds=seconds(model, inputs))
     own = one.apply(torch.optim.SGD(model.parameters()), announce=False)
     model(*inputs)["loss"].backward()
-    assert model.first.weight.grad is not None and torch.allclose(model.first.weight.grad, expected, atol=1e-12)
+    assert weight.grad is not None and torch.allclose(weight.grad, expected, atol=1e-12)
     own.close()
 
 

@@ -213,10 +213,10 @@ class InTraining(Layered):
         if what == "in place":
             self.layers = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in range(4))
         if what == "shared":
-            self.layers.get_submodule("3.0").weight = self.layers.get_submodule("0.0").weight
+            self.layers.get_submodule("3.0").weight = self.layers.get_parameter("0.0.weight")
         if what == "with the head":
             self.head = nn.Linear(8, 8)
-            self.head.weight = self.layers.get_submodule("3.0").weight
+            self.head.weight = self.layers.get_parameter("3.0.weight")
             self.embedding = nn.Embedding(8, 8)
         if what == "dropout":
             self.layers.extend([nn.Dropout(0.5)])
@@ -267,8 +267,11 @@ def test_what_trains_otherwise_in_chunks_is_refused_before_it_trains(what: str, 
 def test_dropout_is_no_reason_to_refuse_and_trying_changes_nothing() -> None:
     """Modes of modules, running statistics, gradients and random numbers are as before."""
     model = InTraining("dropout")
-    model.layers[1].append(nn.Sequential(nn.Identity(), nn.Dropout(0.3).eval()))
-    model.layers[2].append(nn.Sequential(Swapped(8), nn.GELU()))
+    added = nn.Sequential(Swapped(8), nn.GELU())
+    for number, more in ((1, nn.Sequential(nn.Identity(), nn.Dropout(0.3).eval())), (2, added)):
+        layer = model.layers[number]
+        assert isinstance(layer, nn.Sequential)
+        layer.append(more)
     before = {name: module.training for name, module in model.named_modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     state = torch.get_rng_state()
@@ -280,7 +283,7 @@ def test_dropout_is_no_reason_to_refuse_and_trying_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     # And after a switch the chunks follow, module by module.
     model.eval().train()
-    model.layers[2][-1][0].eval()
+    added[0].eval()
     for chunk in chunks:
         follow(chunk.model, model)
     modes = {name: module.training for chunk in chunks for name, module in chunk.model.named_modules()}

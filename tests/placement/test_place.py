@@ -131,6 +131,30 @@ def test_what_is_measured_is_kept_out_of_the_model() -> None:
     assert not found.sizes["blocks_0_scale"].new_bytes and found.sizes["blocks_0_scale"].needs_grad
 
 
+class Switched(nn.Module):
+    """Reads its own mode, in a part of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight(x) + x if self.training else self.weight(x)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["its mode", "none"])
+def test_a_forward_that_reads_its_mode_is_for_that_mode(reads: bool) -> None:
+    model = nn.Sequential(Switched() if reads else nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+    traced = trace(model, (torch.ones(2, WIDTH),), {})
+    assert traced.bind((torch.ones(2, WIDTH),), {})
+    model.eval()
+    if reads:
+        with pytest.raises(ConfigError, match="the model is in evaluation and was traced in training"):
+            traced.bind((torch.ones(2, WIDTH),), {})
+    else:
+        assert traced.bind((torch.ones(2, WIDTH),), {})
+
+
 def test_gradients_pass_complex_tensors() -> None:
     model, inputs = models.made("spectral"), models.batch("spectral", 0)
     weight = model.get_parameter("first.weight")

@@ -165,8 +165,16 @@ def _collected(
     nodes = tuple(node for node in graph.nodes if node.op in COMPUTE)
     (output,) = (node.args[0] for node in graph.nodes if node.op == "output")
     changed = tuple(node.name for node in nodes if _out_of_place(model, node, graph))
-    mode = model.training if any("training" in node.kwargs for node in nodes) else None
+    asks = any("training" in node.kwargs for node in nodes) or _reads_mode(model, nodes)
+    mode = model.training if asks else None
     return Traced(model, signature, fixed, sources, nodes, output, changed, mode)
+
+
+def _reads_mode(model: nn.Module, nodes: Sequence[fx.Node]) -> bool:
+    """Whether a forward that was traced, and is no node itself, reads whether its module trains."""
+    leaves = tuple(f"{node.target}." for node in nodes if node.op == "call_module")
+    traced = (type(module).forward for name, module in model.named_modules() if not f"{name}.".startswith(leaves))
+    return any("training" in forward.__code__.co_names for forward in traced if hasattr(forward, "__code__"))
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:

@@ -108,6 +108,20 @@ def test_annealing_is_within_3_percent_of_all_orders(stages: int, monkeypatch: p
     assert best[0] == 0 and least <= cost(first) <= 1.03 * least
 
 
+def test_no_swap_betters_what_annealing_ends_with() -> None:
+    draw = random.Random(5)
+    hops = [[draw.uniform(1, 20) for _ in range(9)] for _ in range(9)]
+
+    def cost(ranks: RankOrder) -> float:
+        return sum(hops[a][b] for a, b in itertools.pairwise(ranks))
+
+    found, least = annealed(cost, range(9), num_moves=1)
+    for a, b in itertools.combinations(range(1, 9), 2):
+        swapped = list(found)
+        swapped[a], swapped[b] = swapped[b], swapped[a]
+        assert cost(tuple(swapped)) >= least
+
+
 def test_orders_of_infinite_cost_are_passed_over() -> None:
     # Most orders of seven cost infinity, and so does the first.
     def cost(ranks: RankOrder) -> float:

@@ -19,6 +19,8 @@ from thinwire.data.cache import default_cache_dir
 STATUS = Path("/proc/self/status")
 # The module that measures, and the seconds after which it is given up.
 MEASURES, MOST_S = "thinwire.launch.base", 300
+# Set for the worker that measures, which must not wait for what it is to find.
+MEASURING = "THINWIRE_MEASURES_PROCESS"
 # After a failure, for so long no other process of a run need try.
 TRY_AGAIN_S = 3600
 # Of the file; what is measured differs by less than a unit.
@@ -58,6 +60,8 @@ def process_memory() -> ProcessMemory:
     One process measures, and others that ask meanwhile wait for it. Where it can't be measured, the usual holds, and a
     start that is an hour later tries again: a tight limit of one shell is no property of the machine.
     """
+    if MEASURING in os.environ:
+        return USUAL
     identity = [FORMAT, *(version(name) for name in ("torch", "numpy", "numba")), sys.version, sys.prefix]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     path = default_cache_dir() / f"process-{key}.json"
@@ -88,8 +92,8 @@ def measure_once(path: Path) -> None:
 def measure(path: Path) -> None:
     """Let a worker write what it takes. Raises OSError, or SubprocessError where it fails."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    command = [sys.executable, "-m", MEASURES, str(path)]
-    subprocess.run(command, env=env, check=True, timeout=MOST_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command, quiet = [sys.executable, "-m", MEASURES, str(path)], subprocess.DEVNULL
+    subprocess.run(command, env={**env, MEASURING: "1"}, check=True, timeout=MOST_S, stdout=quiet, stderr=quiet)
 
 
 def write(path: Path, found: ProcessMemory) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 START, COOLING = 1.0, 0.999
 # Of one search; each begins with the best order of the one before.
@@ -37,22 +38,20 @@ def annealed(
         orders = ((*best[:fixed], *rest) for rest in itertools.permutations(best[fixed:]))
         best = min(orders, key=cost)
         return best, cost(best)
-    known = {best: cost(best)}
+    known = cache(cost)
     for _ in range(NUM_SEARCHES):
         order, temperature = best, START
         for _ in range(num_moves):
             tried = (*order[:fixed], *_moved(order[fixed:], rng))
-            if tried not in known:
-                known[tried] = cost(tried)
             # Two infinite costs have no difference.
-            is_worse = known[tried] > known[order]
-            if not is_worse or rng.random() < math.exp(-_normalised(known[tried] - known[order]) / temperature):
+            is_worse = known(tried) > known(order)
+            if not is_worse or rng.random() < math.exp(-_normalised(known(tried) - known(order)) / temperature):
                 order = tried
-                best = min(best, order, key=known.__getitem__)
+                best = min(best, order, key=known)
             temperature *= COOLING
-    while (near := min(_neighbours(best, fixed), key=cost)) and cost(near) < known[best]:
-        best, known[near] = near, cost(near)
-    return best, known[best]
+    while known(near := min(_neighbours(best, fixed), key=known)) < known(best):
+        best = near
+    return best, known(best)
 
 
 def _neighbours(order: RankOrder, fixed: int) -> Iterator[RankOrder]:

@@ -37,11 +37,10 @@ def check_apart(made: Cut) -> None:
 
     Each of the two ranks would train a copy of it. Modules before and after the layers may share one.
     """
-    layers = [name for chunk in range(made.num_chunks) for name in made.layers_of(chunk)]
     place = {name: chunk for chunk in range(made.num_chunks) for name in made.layers_of(chunk)}
     found: dict[int, tuple[str, int | None]] = {}
     for name, param in made.model.named_parameters(remove_duplicate=False):
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+        layer = next((layer for layer in place if name.startswith(f"{layer}.")), "")
         other, chunk = found.setdefault(id(param), (name, place.get(layer)))
         if chunk != place.get(layer):
             raise ConfigError(

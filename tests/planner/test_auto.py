@@ -52,6 +52,10 @@ def test_a_run_plans_under_a_budget_and_trains_under_it(runner: CommandRunner) -
     # The disk was measured, and what is stated explains what is left out.
     assert "MB/s written and" in said and "--slices 2" in said and "without ddp, ddp-bf16" in said
     assert "enforced by the kernel" in said and "the plan predicted " in said
+    # It says what it does, and what it has chosen before what follows from that.
+    assert said.index("measuring") < said.index("--strategy auto: planning ...") < said.index("objective")
+    assert said.index("objective") < said.index("--loss auto") and said.count("logits of a micro-batch") == 1
+    assert f"logits of a micro-batch, {config.micro_batch * config.seq_len} x" in said and config.loss == "plain"
 
 
 def test_a_mixtures_experts_go_where_the_plan_says() -> None:

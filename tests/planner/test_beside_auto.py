@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -15,7 +16,7 @@ from thinwire.calibration.process import USUAL
 from thinwire.compare.verify import run_plan
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.line import read_config
-from thinwire.launch.prepare import plan as checked, resolve
+from thinwire.launch.prepare import by_batch, plan as checked, resolve
 from thinwire.models import Llama, build_skeleton
 from thinwire.planner import selection as module
 from thinwire.planner.candidates import Candidate
@@ -61,8 +62,10 @@ FIXED: dict[str, tuple[Callable[[Candidate], bool], dict[str, Any]]] = {
     "--documents": (lambda way: way.stages == 1, {"documents": True}),
 }  # fmt: skip
 REFUSED = {
-    "--mesh data=2,tensor=2": "finds mesh and order: leave --mesh and --order out",
-    "--order 0 1 2 3": "finds mesh and order",
+    "--mesh data=2,tensor=2": "--mesh data=2,tensor=2: --strategy auto finds the mesh, and keeps single axes; nearest: "
+    "--tensor 2",
+    "--mesh data=4": "keeps single axes; nearest: leave --mesh out",
+    "--order 0 1 2 3": "--order 0 1 2 3: --strategy auto finds the order of ranks; nearest: leave --order out",
     "--plan plan.json": "--strategy auto makes a plan of its own",
     "--inner zero": "chooses no islands; nearest: --strategy diloco --inner zero",
     "--compile": "may cut the model into stages, which are not compiled",
@@ -156,9 +159,26 @@ def test_every_option_is_kept_refused_or_chosen() -> None:
 
 
 def test_a_budget_that_nothing_fits_names_the_least(tmp_path: Path) -> None:
-    for words in ("--memory 100mb", "--memory 100mb --activations recompute", "--memory 100mb --store none"):
-        with pytest.raises(ConfigError, match=r"no way to train fits; the least is \d+ MB"):
-            chosen(words, tmp_path)
+    """As much suffices, and 1% less does not."""
+    for more in ("", " --activations recompute", f" --residency.optimizer disk --store {STORE}", " --store none"):
+        with pytest.raises(ConfigError) as error:
+            chosen(f"--memory 100mb{more}", tmp_path)
+        found = re.search(r"no way to train fits; the least is (\d+) MB", str(error.value))
+        assert found is not None
+        assert chosen(f"--memory {found[1]}mb{more}", tmp_path)[0].search.fastest
+        with pytest.raises(ConfigError, match="no way to train fits"):
+            chosen(f"--memory {int(0.99 * int(found[1]))}mb{more}", tmp_path)
+
+
+def test_what_a_micro_batch_decides_is_told_of_the_plans(tmp_path: Path) -> None:
+    run = asked_for("--stages 2", tmp_path)
+    resolved, rows = resolve(run, run.config, 1)
+    # Of the default size nothing is said, and nothing kept.
+    assert resolved.config.loss == "auto" and not [row for row in rows if row[0].startswith("--loss")]
+    _, made = chosen("--stages 2", tmp_path)
+    loss, ((asked, effect, why),) = by_batch(made.config)
+    assert (asked, effect) == ("--loss auto", loss) and made.config.micro_batch < run.config.micro_batch
+    assert f"{made.config.micro_batch * made.config.seq_len} x 257" in why
 
 
 def test_the_optimizer_is_not_said_to_be_the_choice_of_auto(tmp_path: Path) -> None:

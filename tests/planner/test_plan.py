@@ -371,6 +371,8 @@ def test_what_cannot_run_yet_is_priced_shown_and_never_chosen(capsys: pytest.Cap
     show(found)
     printed = capsys.readouterr().out
     assert "No layer of" not in printed
+    way = found.best.candidate
+    assert f" {way.num_micro_batches} x {way.micro_batch} " in printed and "micro-batches x sequences: " in printed
     assert "Priced, not chosen: " in printed and "pipeline=2,sequence=2" in printed
     assert "All of it is for fp32" in printed and "has one rank" not in printed
     one_rank = replace(found.machine.part([0]), rates={**found.machine.rates, "layer 64 bf16": 1e9})

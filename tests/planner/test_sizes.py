@@ -23,6 +23,8 @@ from thinwire.errors import ConfigError
         ("--tokens-per-step 0", "--tokens-per-step 0: must be a multiple of --seq-len 64, and above 0; nearest: 256"),
         ("--experts.parallel 2", "--experts.parallel 2: the model has no experts; nearest: a mixture such as moe-tiny"),
         ("--stages 2 --pipeline.forward int99", "int99"),
+        ("--mesh data=4", "unknown flag --mesh: a plan finds the mesh; nearest: --stages, --sequence.parallel or"),
+        ("--order 0 1", "unknown flag --order: a plan finds the order of ranks, and writes it; nearest: leave it out"),
         ("--strategies diloco --stages 4 --model demo", "no mesh of 4 ranks has all of --strategies diloco --stages 4"),
     ],
 )

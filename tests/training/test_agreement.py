@@ -89,3 +89,4 @@ def test_options_are_compared_with_those_that_have_saved(tmp_path: Path) -> None
     manifest["about"]["config"] = to_toml(TrainConfig(strategy="ddp"))
     path.write_bytes(sealed(manifest))
     assert "goes on after step 2" in str(check_resume(resume, run_dir))
+    assert "the schedule is stretched: step 2 was one of" in str(check_resume(replace(resume, steps=10**6), run_dir))

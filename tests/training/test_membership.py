@@ -137,6 +137,19 @@ def test_a_worker_that_needs_more_than_its_budget_says_so(message: str, tmp_path
     assert "--memory 600mb, or leave --memory out" in told("480mb") and told(None).startswith("rank 1: ")
 
 
+@pytest.mark.parametrize("message", ["PeerLostError: rank 3 is missing", "ConfigError: of two minds", "ValueError: no"])
+def test_the_first_that_failed_is_named_and_none_that_was_ended_for_it(message: str, tmp_path: Path) -> None:
+    told = {"message": {"message": message, "extraInfo": {"timestamp": "1"}}}
+    (tmp_path / "error.json").write_text(json.dumps(told))
+    ended = [ProcessFailure(rank, 10 + rank, -signal.SIGTERM, "none") for rank in range(3)]
+    failed = ProcessFailure(1, 11, 1, str(tmp_path / "error.json"))
+    ended[0].timestamp = 0
+    said = str(failure({0: ended[0], 1: failed, 2: ended[2]}, RunDir(tmp_path), 20.0))
+    assert said.startswith("rank 1: ") and message.partition(": ")[2] in said and "SIGTERM" not in said
+    # Where all were ended so, there is nobody else to name.
+    assert "rank 0: Signal 15" in str(failure({0: ended[0], 2: ended[2]}, RunDir(tmp_path), 20.0))
+
+
 def test_what_is_told_after_a_signal_is_no_consequence_of_it(tmp_path: Path) -> None:
     def failed(exit_code: int, message: str) -> ProcessFailure:
         told = {"message": {"message": message, "extraInfo": {"timestamp": "1"}}}

@@ -23,7 +23,7 @@ from thinwire.report.metrics import MembershipEvent, MetricsWriter, StepMetrics,
 from thinwire.report.progress import Progress
 from thinwire.report.run import read_run
 from thinwire.run.config import TrainConfig
-from thinwire.run.effects import late_rows, resume_rows, sparse_rows, unused_rows
+from thinwire.run.effects import late_rows, resume_rows, sparse_rows, stretched_rows, unused_rows
 from thinwire.run.run import Run
 from thinwire.run.run_dir import RunDir
 from thinwire.training.proof import Proof, ResumeDriftError
@@ -238,6 +238,17 @@ def test_a_run_that_ends_before_its_strategy_begins_says_so() -> None:
 def test_changes_on_resume_are_rows() -> None:
     rows = list(resume_rows(TrainConfig(steps=5), TrainConfig(steps=7, seed=1, resume=True)))
     assert rows == [("resume: --steps 7", "7", "was 5 until the checkpoint")]
+
+
+def test_a_schedule_that_another_number_of_steps_stretches_is_told() -> None:
+    """With the rate of the last step that was taken, and that of the next one."""
+    ended, longer = TrainConfig(steps=10, lr=1e-3, warmup_steps=1), TrainConfig(steps=40, lr=1e-3, warmup_steps=1)
+    ((_, effect, why),) = stretched_rows(ended, longer, 10)
+    next_rate = lr_at(11, peak=1e-3, num_warmup_steps=1, num_steps=40)
+    assert effect == f"0.0001 at step 10, {next_rate:.3g} at step 11" and next_rate > 8e-4
+    assert why == "the schedule is stretched: step 10 was one of 10, and is one of 40"
+    assert "shortened" in next(stretched_rows(longer, ended, 5))[2]
+    assert not [*stretched_rows(ended, ended, 5), *stretched_rows(longer, ended, 10)]
 
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,11 @@ from thinwire.run.run import Run, island_size
 from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
 
+# The flag of each axis that a plan keeps.
+AXIS_FLAGS = {
+    "pipeline": "--stages", "expert": "--experts.parallel", "sequence": "--sequence.parallel", "tensor": "--tensor",
+}  # fmt: skip
+
 
 def check_mesh(config: TrainConfig, run: Run | None) -> None:
     """Raise ConfigError for a mesh of another number of ranks, or one that strategy or model don't support."""
@@ -100,7 +105,11 @@ def check_layers(
         num_layers = len(layer_list(model)[1])
     table = model_table(config.model)
     more_layers = f"--{table}.num-hidden-layers" if table else ""
-    check_stages(options, stages, num_layers, micro_batches, more_layers, getattr(stated, "hidden_size", None))
+    tensor = config.tensor if isinstance(config.tensor, int) and config.tensor > 0 else 1
+    num_ranks = config.world_size // tensor if config.world_size % tensor == 0 else config.world_size
+    check_stages(
+        options, stages, num_layers, micro_batches, more_layers, getattr(stated, "hidden_size", None), num_ranks
+    )
 
 
 def sound_options(config: TrainConfig) -> Mapping[str, Any]:
@@ -162,9 +171,13 @@ def check_choice(config: TrainConfig, run: Run, model: nn.Module | None) -> None
 def check_planned_late(config: TrainConfig, model: nn.Module | None) -> None:
     """Raise ConfigError, with all reasons, if the run can't choose its strategy."""
     problems, what, stated = Problems(), f"--strategy {config.strategy}", "--strategy sdp4bit"
-    if config.mesh is not None or config.order:
-        fixed = "--stages, --tensor, --sequence.parallel and --experts.parallel fix an axis"
-        problems.messages.append(f"{what} finds mesh and order: leave --mesh and --order out; {fixed}")
+    if config.mesh is not None:
+        fixed = [f"{AXIS_FLAGS[axis]} {size}" for axis, size in config.mesh_shape.sizes.items() if axis in AXIS_FLAGS]
+        near = " ".join(flag for flag in fixed if not flag.endswith(" 1")) or "leave --mesh out"
+        problems.messages.append(f"--mesh {config.mesh}: {what} finds the mesh, and keeps single axes; nearest: {near}")
+    if config.order:
+        order = " ".join(map(str, config.order))
+        problems.messages.append(f"--order {order}: {what} finds the order of ranks; nearest: leave --order out")
     if config.inner is not None:
         problems.messages.append(f"{what} chooses no islands; nearest: --strategy diloco --inner {config.inner}")
     if not isinstance(model, Llama):

@@ -10,7 +10,7 @@ from thinwire.errors import Problems
 from thinwire.options import LAYOUT_TABLES, RESIDENCY
 from thinwire.report.metrics import read_metrics
 from thinwire.run.config import FIXED_ON_RESUME, TrainConfig
-from thinwire.run.effects import resume_rows
+from thinwire.run.effects import resume_rows, stretched_rows
 from thinwire.run.run import tables_in_effect
 from thinwire.run.run_dir import RunDir
 from thinwire.run.settings import parse_toml, read_toml
@@ -77,4 +77,4 @@ def check_resume(config: TrainConfig, run_dir: RunDir) -> list[Row]:
         if saved.tables.get(table, {}) != config.tables.get(table, {}):
             problems.messages.append(f"--resume: the options [{table}] can't change; start a new run for that")
     problems.raise_any()
-    return [*rows, *resume_rows(old, config)]
+    return [*rows, *resume_rows(old, config), *stretched_rows(saved, config, step)]

@@ -60,12 +60,14 @@ def failure(
 def first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank that failed first, and its failure; the other failures follow from it.
 
-    A killed process comes first, then any error but a lost peer, then a lost peer. Last comes a process that the agent
-    itself has killed: it was frozen, and the others have reported it long before.
+    A killed process comes first, then any error but a lost peer, then a lost peer. Last come processes that the agent
+    itself has ended, by SIGTERM, or killed because they were frozen: what others report was before that.
     """
     first_report = min((f.timestamp for f in failures.values() if not is_killed(f)), default=math.inf)
 
     def order(failure: ProcessFailure) -> tuple[int, int]:
+        if failure.exitcode == -signal.SIGTERM:
+            return 3, failure.timestamp
         if is_killed(failure):
             return (0 if failure.timestamp < first_report + AGENT_PATIENCE_S else 3), failure.timestamp
         return 1 + ("PeerLostError" in str(failure.message)), failure.timestamp

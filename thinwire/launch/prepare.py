@@ -182,8 +182,7 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
         rows.append((what, "chosen when all ranks have met", "they measure themselves and links"))
     elif not asked.is_planned_late and not asked.chooses_stages:
         rows += [batch_row(asked, batch, asked.num_shares), *pipeline_rows(run, batch)]
-    rows += [rate_row(asked), *model_rows(asked), *capacity_rows(asked), *unused_rows(run), *late_rows(run)]
-    rows += sparse_rows(run)
+    rows += [rate_row(asked), *model_rows(asked), *unused_rows(run), *late_rows(run), *sparse_rows(run)]
     resolved = run.with_island_size()
     if run.has_islands:
         size = resolved.config.local_size or 1
@@ -196,8 +195,12 @@ def resolve(run: Run, asked: TrainConfig, threads: int) -> tuple[Run, list[Row]]
             # None of them is chosen yet.
             who = f"the strategies from which --strategy {asked.strategy} chooses"
         rows.append(("--optimizer", f"{run.config.optimizer}", f"the choice of {who}"))
-    loss, why_loss = loss_of(asked)
-    rows.append((f"--loss {asked.loss}", loss, why_loss))
+    loss, batch_rows = by_batch(asked)
+    if asked.plans:
+        # The plan has other micro-batches.
+        loss = asked.loss
+    else:
+        rows += batch_rows
     if asked.compile:
         rows.append(("--compile", "layers are compiled one by one", "weights arrive before the forward, not during it"))
     return replace(resolved, config=replace(with_derived(resolved.config), dtype=dtype, device=device, loss=loss)), rows
@@ -209,7 +212,13 @@ def of_other_rank(config: TrainConfig) -> TrainConfig:
     It makes the choices that need no measurement, as rank 0 does.
     """
     kept, _ = keep_chosen(config)
-    return replace(kept, loss=loss_of(kept)[0])
+    return kept if kept.plans else replace(kept, loss=loss_of(kept)[0])
+
+
+def by_batch(config: TrainConfig) -> tuple[Any, list[Row]]:
+    """The loss in effect, and rows about what follows from the size of a micro-batch. Raises ConfigError."""
+    loss, why = loss_of(config)
+    return loss, [*capacity_rows(config), (f"--loss {config.loss}", loss, why)]
 
 
 def plan(config: TrainConfig, problems: Problems) -> tuple[Run, Start]:

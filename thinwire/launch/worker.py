@@ -115,6 +115,7 @@ def plan_late(run: Run, place: ProcessPlace, store: dist.Store, start: Start, nu
     """
     # Few runs need it.
     from thinwire.launch.check_memory import check_residency
+    from thinwire.launch.prepare import by_batch
     from thinwire.launch.reached import require_links
     from thinwire.planner.chosen import skeleton_of
     from thinwire.planner.chosen_plan import asked_by, plan_run
@@ -122,6 +123,8 @@ def plan_late(run: Run, place: ProcessPlace, store: dist.Store, start: Start, nu
     own = dist.PrefixStore("thinwire/reached", store)
     require_links(own, place.rank, place.world_size, asked_by(run.config))
     run, more = plan_run(run, place, store, start.dtype, number)
+    loss, rows = by_batch(run.config)
+    run, more = run.but(loss=loss), [*more, *(rows if more else [])]
     if run.memory_bytes is not None:
         hold_to(run.memory_bytes)
     if run.residency is not None:

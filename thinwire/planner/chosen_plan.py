@@ -76,6 +76,7 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
     told: tuple[str, dict[str, Any], list[Row]] = "", {}, []
     if place.rank == 0:
         measured_s = time.perf_counter() - start
+        print(f"{asked_by(config)}: planning ...", flush=True)
         try:
             if budget < math.inf:
                 # What planning leaves in this process counts too; the first plan shows it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,11 +24,12 @@ from thinwire.planner.options import AUTO
 from thinwire.planner.prices import disk_floor
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Search
-from thinwire.planner.selection import searched
+from thinwire.planner.selection import searcher
 from thinwire.planner.sizes import no_mesh, wrong_experts, wrong_sizes
 from thinwire.planner.stated import KeptOptions, no_way_left
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import bytes_text, enough_text
+from thinwire.table import Row
 
 # Over which ranks may be divided. Stages are searched in any case, and experts of a mixture.
 ALL_AXES = ("tensor", "sequence", "island")
@@ -113,8 +114,6 @@ def plan(
     assert choice is not None
     choice = replace(choice, is_mixture=isinstance(llama, MoELlama))
     memory = machine.memory_bytes if memory_bytes is None else min(machine.memory_bytes, memory_bytes)
-    budget = "" if memory_bytes is None else budget_text(memory)
-    stated = KeptOptions(optimizer, residency or {}, budget)
     pricing = Pricing(
         llama, machine, choice.methods, seq_len, dtype, estimator or Offset(), tables, loss, optimizer=optimizer,
         reserved_bytes=reserved_bytes,
@@ -130,22 +129,32 @@ def plan(
     listed = [*with_groups(listed, pricing)] if has_groups else listed
     if not listed:
         raise no_mesh(ranks, tokens_per_step, seq_len, tables, strategies, stages, tensor)
-    listed, left = stated.split(listed, choice.methods)
-    left = [*choice.dropped, *left]
-    if not listed:
-        raise no_way_left(left)
-    rest = budget if stated.has_rest else ""
-    found = searched(listed, pricing, choice, memory, rest, stated.residency)
+    search = searcher(pricing, choice)
+
+    def within(limit: float) -> tuple[Search, list[Row], str]:
+        """What fits into so many bytes of a rank, rows on what is left out, and the budget that is stated."""
+        budget = "" if memory_bytes is None else budget_text(limit)
+        stated = KeptOptions(optimizer, residency or {}, budget)
+        ways, left = stated.split(listed, choice.methods)
+        left = [*choice.dropped, *left]
+        if not ways:
+            raise no_way_left(left)
+        return search(ways, limit, budget if stated.has_rest else "", stated.residency), left, budget
+
+    found, left, budget = within(memory)
     if not found.fastest:
-        raise nothing_fits(found, pricing, memory)
+        raise nothing_fits(found, pricing, memory, lambda limit: bool(within(limit)[0].fastest))
     return TrainingPlan(
         machine, found, tokens_per_step, seq_len, pricing, choice.objective, tuple(left),
         budget="" if machine.on_gpu else budget,
     )  # fmt: skip
 
 
-def nothing_fits(found: Search, pricing: Pricing, memory: float) -> ConfigError:
-    """The error of a search in which no way fits, with the least memory that would do. memory: of a rank, in bytes."""
+def nothing_fits(found: Search, pricing: Pricing, memory: float, fits: Callable[[float], bool]) -> ConfigError:
+    """The error of a search in which no way fits, with the least memory that would do.
+
+    memory: of a rank, in bytes. fits: whether the same search finds a way in so many bytes.
+    """
     floors = floors_on_disk(found, pricing)
     needs = [*floors.values(), *(each.memory_bytes for each in found.too_large if not each.candidate.memory)]
     if not needs:
@@ -153,8 +162,29 @@ def nothing_fits(found: Search, pricing: Pricing, memory: float) -> ConfigError:
     # Why no part can lie on a disk is told; that a mesh fits no model is no fault of the memory, and floors of single
     # ways would be told beside the least of all.
     others = [why for why, ways in found.refused.items() if not floors and any(way.is_resident for way in ways)]
-    why = f"memory of {bytes_text(memory)} a rank: no way to train fits; the least is {enough_text(min(needs))}"
+    least = enough_text(least_bytes(fits, min(needs), memory))
+    why = f"memory of {bytes_text(memory)} a rank: no way to train fits; the least is {least}"
     return ConfigError(why, *others)
+
+
+def least_bytes(fits: Callable[[float], bool], guess: float, refused: float) -> float:
+    """The least whole megabytes in which a way fits, in bytes, found to half a percent.
+
+    A search under more memory prices other ways than one under less, so the ways of one search can't say it.
+
+    guess: near the least. refused: too few bytes.
+    """
+    low, high, gap = int(refused / 1e6), math.ceil(guess / 1e6), 1
+    while not fits(1e6 * high):
+        low, high, gap = high, high + gap, 2 * gap
+    gap = max(1, high // 200)
+    while high - low > max(1, high // 200):
+        middle = max(high - gap, (low + high + 1) // 2)
+        if fits(1e6 * middle):
+            high, gap = middle, 2 * gap
+        else:
+            low = middle
+    return 1e6 * high
 
 
 def budget_text(memory: float) -> str:

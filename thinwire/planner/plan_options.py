@@ -84,6 +84,16 @@ class TuneConfig(PlanConfig):
     """Ways that are measured in all."""
 
 
+def found_by_plan(name: str) -> str:
+    """What to say about a flag of `thinwire train` for what a plan finds; empty for any other."""
+    found = {
+        "--mesh": "the mesh; nearest: --stages, --sequence.parallel or --experts.parallel, each of which fixes an axis",
+        "--tensor": "the tensor axis; nearest: leave it out, or train with --strategy auto --tensor",
+        "--order": "the order of ranks, and writes it; nearest: leave it out",
+    }
+    return f": a plan finds {found[name]}" if name in found else ""
+
+
 def plan_line() -> CommandLine:
     """The flags of `thinwire plan`, and a prefix such as --pipeline. for each table."""
     return CommandLine(
@@ -93,7 +103,7 @@ def plan_line() -> CommandLine:
 
 def read_plan_line(args: Sequence[str], problems: Problems) -> PlanConfig:
     """Read the options from the command line. Notes all errors. Raises SystemExit after --help."""
-    stated = plan_line().read(args, problems)
+    stated = plan_line().read(args, problems, elsewhere=found_by_plan)
     own = stated.pop("")
     return PlanConfig(**own, tables={name: values for name, values in stated.items() if values})
 
@@ -107,7 +117,7 @@ def tune_line() -> CommandLine:
 
 def read_tune_line(args: Sequence[str], problems: Problems) -> TuneConfig:
     """As `read_plan_line`."""
-    stated = tune_line().read(args, problems)
+    stated = tune_line().read(args, problems, elsewhere=found_by_plan)
     own = stated.pop("")
     return TuneConfig(**own, tables={name: values for name, values in stated.items() if values})
 

@@ -74,7 +74,11 @@ def alone(pricing: Pricing, way: Candidate) -> Priced:
 def resident(pricing: Pricing, way: Candidate) -> Priced:
     """The costs of a candidate of which a part is computed again, or on a disk: computing does not hide its bytes."""
     residency, setup = on_disk(pricing, way)
-    whole = alone(pricing, replace(way, memory="", held=()))
+    kept = replace(way, memory="", held=())
+    # Of every budget alike.
+    if kept not in pricing.wholes:
+        pricing.wholes[kept] = alone(pricing, kept)
+    whole = pricing.wholes[kept]
     Floor.of(residency, setup).check(residency.memory_bytes)
     parts = list(parts_of(residency, setup))
     written, read = pricing.machine.disk
@@ -86,7 +90,7 @@ def resident(pricing: Pricing, way: Candidate) -> Priced:
     # A layer is computed again before its backward, with a third of the operations of a whole pass.
     again_s = whole.terms["compute_s"] / 3 if residency.recomputes else 0.0
     step_s = whole.step_s + again_s + moved_s
-    held = sum(part.memory for part in parts) + unusual_bytes(pricing)
+    held = float(sum(part.memory for part in parts))
     # Of a mixture they are not among the parts.
     held += pricing.kept_bytes(way) if setup.kept is None else 0.0
     memory = min(whole.memory_bytes + pricing.reserved_bytes, held)
@@ -96,17 +100,18 @@ def resident(pricing: Pricing, way: Candidate) -> Priced:
 
 def disk_floor(pricing: Pricing, way: Candidate) -> float:
     """The smallest budget under which a part of a candidate can lie on a disk, in bytes. Raises ConfigError."""
-    floor, more = 0.0, unusual_bytes(pricing)
+    floor = 0.0
     # A larger budget may place the parts in another way, which needs more.
-    while (least := Floor.of(*on_disk(pricing, way)).least_bytes(more)) > floor:
+    while (least := Floor.of(*on_disk(pricing, way)).least_bytes()) > floor:
         floor = 1e6 * math.ceil(least / 1e6)
         way = replace(way, memory=f"{math.ceil(least / 1e6)}mb")
     return floor
 
 
-def unusual_bytes(pricing: Pricing) -> float:
-    """What a process of this machine holds before it has a model, beyond the usual one of which floors are made."""
-    return max(0.0, pricing.machine.base_bytes + pricing.reserved_bytes - USUAL.data)
+def process_of(pricing: Pricing) -> ProcessMemory:
+    """A process of this machine before it has a model: the usual one, or one that holds more."""
+    more = pricing.machine.base_bytes + pricing.reserved_bytes - USUAL.data
+    return replace(USUAL, data=USUAL.data + max(0, math.ceil(more)))
 
 
 def reserved_bytes(process: ProcessMemory) -> float:
@@ -124,7 +129,7 @@ def on_disk(pricing: Pricing, way: Candidate) -> tuple[Residency, Setup]:
     setup = Setup(
         method, tiled_shapes(pricing.model, residency.tile), pricing.replicas(way), way.num_micro_batches,
         kept_of(pricing, way, residency), pricing.across,
-        is_built_whole=isinstance(pricing.model, MoELlama),
+        is_built_whole=isinstance(pricing.model, MoELlama), process=process_of(pricing),
     )  # fmt: skip
     return settled(residency, setup), setup
 

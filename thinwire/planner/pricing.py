@@ -36,6 +36,7 @@ from thinwire.planner.optimizers import ADAMW, COUNTED, by_optimizer
 from thinwire.planner.order import RankOrder
 from thinwire.planner.parts import work_of
 from thinwire.planner.placed import PlacedMachine
+from thinwire.planner.search import Priced
 from thinwire.planner.stages import Stages, stages_of
 from thinwire.registry import check_on_mesh
 from thinwire.run.optimizer import name_of, optimizer_over
@@ -76,8 +77,8 @@ class Pricing:
     methods: by name of the strategy, and of the method of islands. dtype: the compute type. estimator: of the memory of
     a process. tables: options that are stated. loss: as for `thinwire train`. optimizer: whose state is counted where
     the model is not cut; elsewhere AdamW's is. reserved_bytes: of a process, what it does not use but a budget counts.
-    spreads, orders, groups: what islands exchange, the best orders of nodes, and other groups of ranks than machines,
-    once they are known.
+    spreads, orders, groups, wholes: what islands exchange, the best orders of nodes, other groups of ranks than
+    machines, and the costs in memory of what may lie on a disk, once they are known.
     """
 
     model: Llama
@@ -93,6 +94,7 @@ class Pricing:
     spreads: dict[Hashable, dict[tuple[str, str], int]] = field(default_factory=dict)
     orders: dict[Hashable, RankOrder] = field(default_factory=dict)
     groups: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
+    wholes: dict[Candidate, Priced] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], Pricing] = field(default_factory=dict)
     _cut: dict[int, Llama] = field(default_factory=dict)
     _attentions: dict[Hashable, AttentionCost] = field(default_factory=dict)
@@ -122,7 +124,7 @@ class Pricing:
         key = tuple(ranks)
         if key not in self._parts:
             self._parts[key] = replace(
-                self, machine=self.machine.part(ranks), spreads={}, orders={}, groups={}, _parts={},
+                self, machine=self.machine.part(ranks), spreads={}, orders={}, groups={}, wholes={}, _parts={},
                 _attentions={}, _plans={},
             )  # fmt: skip
         return self._parts[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -26,15 +26,8 @@ NUM_SIMULATED, NUM_SMALLEST = 24, 96
 SLACK = 1.25
 
 
-def searched(
-    listed: Sequence[Candidate], pricing: Pricing, choice: StrategyChoice, memory: float, budget: str,
-    held: Mapping[str, Any],
-) -> Search:  # fmt: skip
-    """Price the candidates that closed forms find fast; where none of these fits, those of the smallest passes too.
-
-    memory: of a rank, in bytes. budget: what of it is stated, beyond which a disk is tried; empty: none. held: options
-    of what lies there, see `Candidate`.
-    """
+def searcher(pricing: Pricing, choice: StrategyChoice) -> Callable[..., Search]:
+    """A function that searches under any memory, see `searched`. What one search has priced costs the next nothing."""
 
     @cache
     def price_of(way: Candidate) -> Priced:
@@ -42,16 +35,34 @@ def searched(
         more = 0.0 if way.is_resident else pricing.reserved_bytes
         return replace(found, memory_bytes=found.memory_bytes + more, steps=choice.objective.of(way))
 
+    return partial(
+        searched, choice=choice, price_of=price_of, rough_of=cache(partial(roughly, pricing)),
+        size_of=cache(partial(roughly_bytes, pricing)),
+    )  # fmt: skip
+
+
+def searched(
+    listed: Sequence[Candidate], memory: float, budget: str, held: Mapping[str, Any], *, choice: StrategyChoice,
+    price_of: Callable[[Candidate], Priced], rough_of: Callable[[Candidate], float],
+    size_of: Callable[[Candidate], float],
+) -> Search:  # fmt: skip
+    """Price the candidates that closed forms find fast; where none of these fits, those of the smallest passes too.
+
+    memory: of a rank, in bytes. budget: what of it is stated, beyond which a disk is tried; empty: none. held: options
+    of what lies there, see `Candidate`. rough_of, size_of: seconds and bytes by closed forms.
+    """
+
     def rank(chosen: set[Candidate]) -> Search:
         """In the order of `candidates`, which decides between equally fast ones."""
         own = (way for way in may_run if way in chosen or way in large)
         on_disk = with_disk(own, budget, held) if budget else []
         return ranked([*(way for way in listed if way in chosen), *on_disk], price_of, memory, choice.why_not)
 
-    rough = {way: roughly(pricing, way) * choice.objective.of(way) for way in listed}
+    # Closed forms know no disk.
+    rough = {way: rough_of(replace(way, memory="", held=())) * choice.objective.of(way) for way in listed}
     by_speed = sorted(listed, key=rough.__getitem__)
     may_run = [way for way in by_speed if not choice.why_not(way)]
-    large = {way for way in by_speed if rough[way] < math.inf and not roughly_fits(pricing, way, memory)}
+    large = {way for way in by_speed if rough[way] < math.inf and memory < math.inf and size_of(way) > SLACK * memory}
     chosen = set(fastest_fitting((way for way in may_run if way not in large), price_of, memory))
     # Of each kind one that fits, if there is one.
     chosen |= first_of_kinds(sorted(by_speed, key=large.__contains__), choice)
@@ -114,15 +125,15 @@ def roughly(pricing: Pricing, way: Candidate) -> float:
         return math.inf
 
 
-def roughly_fits(pricing: Pricing, way: Candidate, memory: float) -> bool:
-    """Whether a candidate may fit by closed forms.
+def roughly_bytes(pricing: Pricing, way: Candidate) -> float:
+    """Memory of a process by closed forms.
 
-    Those of a mixture whose ranks share experts always may, and those of which a part lies on a disk.
+    0 for a mixture whose ranks share experts, and for a way of which a part lies on a disk: such may always fit.
     """
-    if memory == math.inf or way.experts > 1 or way.is_resident:
-        return True
+    if way.experts > 1 or way.is_resident:
+        return 0.0
     own = pricing.on(islands_of(pricing, way)[0]) if way.outer else pricing
-    return rough_bytes(own, way.inside) <= SLACK * memory
+    return rough_bytes(own, way.inside)
 
 
 def with_disk(ways: Iterable[Candidate], budget: str, held: Mapping[str, Any]) -> list[Candidate]:

@@ -182,7 +182,7 @@ def ranking(found: Search) -> Table:
     """A table of the fastest ways to train, best first."""
     title = f"ways to train, fastest first: {len(found.fastest)} fit"
     table = Table("a step", title=title, title_justify="left")
-    for head in ("memory", "idle", "on the link", "mesh", "micro-batches", "strategy"):
+    for head in ("memory", "idle", "on the link", "mesh", "micro-batches x sequences", "strategy"):
         table.add_column(head, justify="right")
     for head in ("plan", "borders", "recompute"):
         table.add_column(head)
@@ -191,7 +191,7 @@ def ranking(found: Search) -> Table:
         table.add_row(
             seconds_text(priced.step_s), bytes_text(priced.memory_bytes), percent_text(priced.bubble),
             seconds_text(priced.link_s), way.layout,
-            f"{way.num_micro_batches} of {way.micro_batch}", way.method,
+            f"{way.num_micro_batches} x {way.micro_batch}", way.method,
             *((way.pipeline.plan, way.borders, way.pipeline.recompute) if way.stages > 1 else ("", "", "")),
         )  # fmt: skip
     return table
@@ -200,6 +200,10 @@ def ranking(found: Search) -> Table:
 def reasons_of(found: Search) -> Iterator[str]:
     """Why the first candidate was chosen, and what is not in the table."""
     best = found.fastest[0]
+    yield (
+        "micro-batches x sequences: the passes of one rank in a step, or the micro-batches of one pipeline, and the "
+        "sequences in each. idle: the share of a step without computing. on the link: of the busiest node's link alone."
+    )
     yield f"Fastest, by the simulation: {best.candidate.flags}"
     for cut, other in found.fastest_of_cuts[1:]:
         what, more = "a step takes", ""

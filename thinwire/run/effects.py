@@ -10,7 +10,7 @@ from thinwire.errors import counted
 from thinwire.flags import flag
 from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.pipeline import Costs, simulate
-from thinwire.optim.schedule import FINAL_SHARE
+from thinwire.optim.schedule import FINAL_SHARE, lr_at
 from thinwire.options import EXPERTS, LAYOUT_TABLES, LLAMA, MOE, PIPELINE, SEQUENCE
 from thinwire.run.config import DEFAULTS, FIXED_ON_RESUME, NOT_WRITTEN, Batch, TrainConfig
 from thinwire.run.run import Run
@@ -129,6 +129,21 @@ def sparse_rows(run: Run) -> Iterator[Row]:
 def folder_like(data: str) -> bool:
     """Whether the data may hold .jsonl or .parquet files among others."""
     return data != "stdlib" and "." not in data.rpartition("/")[2]
+
+
+def stretched_rows(saved: TrainConfig, new: TrainConfig, step: int) -> Iterator[Row]:
+    """A row about the learning rate of a run that goes on after a step, if it now has another number of steps.
+
+    saved: the configuration of the run that took the step.
+    """
+    if saved.steps == new.steps or step >= new.steps:
+        return
+    (before, after), verb = (
+        lr_at(at, peak=config.lr, num_warmup_steps=config.num_warmup_steps, num_steps=config.steps)
+        for at, config in ((step, saved), (step + 1, new))
+    ), "stretched" if new.steps > saved.steps else "shortened"  # fmt: skip
+    why = f"the schedule is {verb}: step {step} was one of {saved.steps}, and is one of {new.steps}"
+    yield "resume: the learning rate", f"{before:.3g} at step {step}, {after:.3g} at step {step + 1}", why
 
 
 def resume_rows(old: TrainConfig, new: TrainConfig) -> Iterator[Row]:

@@ -178,7 +178,7 @@ def test_what_a_micro_batch_decides_is_told_of_the_plans(tmp_path: Path) -> None
     _, made = chosen("--stages 2", tmp_path)
     loss, ((asked, effect, why),) = by_batch(made.config)
     assert (asked, effect) == ("--loss auto", loss) and made.config.micro_batch < run.config.micro_batch
-    assert f"{made.config.micro_batch * made.config.seq_len} x 257" in why
+    assert f"{made.config.micro_batch * made.config.seq_len} x 256, " in why
 
 
 def test_the_optimizer_is_not_said_to_be_the_choice_of_auto(tmp_path: Path) -> None:

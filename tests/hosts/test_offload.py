@@ -27,6 +27,7 @@ from thinwire.layout import buckets
 from thinwire.methods.memory import LENT_RATE, Setup
 from thinwire.models import FirstWeights
 from thinwire.models.build import build_model, build_skeleton
+from thinwire.optim import mfac
 from thinwire.tiers import DiskFile
 
 NAMES = ("zero", "sdp4bit-loco", "frontier")
@@ -248,7 +249,7 @@ def across(
     optimizer: torch.optim.Optimizer = {
         "apollo": lambda: thinwire.Apollo(named, 3e-3, matrices="layers", rank=4, weight_decay=0.1),
         "apollo-mini": lambda: thinwire.ApolloMini(named, 3e-3, matrices="layers|embed", period=2),
-        "mfac": lambda: thinwire.MFAC(params, 1e-3, window=3, weight_decay=0.1),
+        "mfac": lambda: thinwire.MFAC(params, 1e-3, window=16, weight_decay=0.1),
     }[kind]()
     options: Any = {"seed": 3, "timeout_s": 300, "checked": False, "overlap": True}
     options |= {"residency": residency} if residency is not None else {}
@@ -332,6 +333,8 @@ def with_a_nan(replica: Replica, rank: int) -> list[str]:
 def looking_across(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
     """Each optimizer and way: three steps, a checkpoint, two more steps; and two from what another way has saved."""
     cut_small()
+    # A page of M-FAC's window has so few elements that a piece has several.
+    mfac.PAGE_NUMEL, mfac.PAGE_UNIT = 1, 64
     told: dict[Any, Any] = {}
     origins = {"memory": "stays", "disk": "memory", "stays": "disk"}
     for kind in ("apollo", "apollo-mini", "mfac"):

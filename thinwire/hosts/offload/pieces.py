@@ -13,12 +13,13 @@ from torch import Tensor
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
 from thinwire.codecs.random import derive_seed, named_seed
 from thinwire.hosts.offload.states import twin_of
+from thinwire.hosts.offload.window import PagesOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.owned import Owned, slots_of, state_of_piece
 from thinwire.hosts.sharded.weights import Weights
 from thinwire.methods.memory import Residency
 from thinwire.methods.memory.residency import AT_ONCE
-from thinwire.methods.memory.setup import piece_bytes
+from thinwire.methods.memory.setup import paged_bytes, piece_bytes
 from thinwire.optim import Part, Shards, SummingOptimizer
 from thinwire.state.elementwise import elementwise_kinds, state_kinds
 from thinwire.state.portable import Held, add_optimizer, is_lost, records_of, report_optimizer, rescale, state_for
@@ -32,6 +33,7 @@ class PieceSpot:
 
     Attributes:
         stored: what is on the disk, each tensor with its place and checksums.
+        paged_bytes: at the end of its place, of what is read in pages.
         packet: what the piece is stored as; None: it is stored as it is.
         num_rounded: how often it was rounded.
     """
@@ -39,6 +41,7 @@ class PieceSpot:
     owned: Owned
     place: int
     num_bytes: int
+    paged_bytes: int = 0
     stays: bool = False
     is_here: bool = True
     packet: Tensor | None = None
@@ -48,7 +51,8 @@ class PieceSpot:
     @property
     def held_bytes(self) -> int:
         """Bytes in memory between two uses of a piece that stays there."""
-        return self.num_bytes - (0 if self.packet is None else aligned(self.owned.master.nbytes))
+        plain = 0 if self.packet is None else aligned(self.owned.master.nbytes)
+        return self.num_bytes - self.paged_bytes - plain
 
 
 class PiecesOnDisk:
@@ -60,6 +64,9 @@ class PiecesOnDisk:
     Masters may be stored in a codec. Then a step rounds each piece to what is stored of it, at random by its name, its
     elements' numbers and how often it was rounded; its fp32 numbers have memory only while they are used, and a place
     on the disk for a checkpoint.
+
+    Attributes:
+        paged: holds what the optimizer reads in pages; None: there is no such state.
 
     parts: see Part, by parameter; of those that are cut and looked across.
 
@@ -89,7 +96,8 @@ class PiecesOnDisk:
                     continue
                 piece = weights.own(slot.bucket)[slot.owned].float().clone()
                 num_bytes = sizes[len(self.spots)]
-                self.spots[piece] = spot = PieceSpot(Owned(slot, piece), place, num_bytes)
+                paged = paged_bytes(inner, parts.get(slot.name))
+                self.spots[piece] = spot = PieceSpot(Owned(slot, piece), place, num_bytes, paged)
                 place += num_bytes
                 group["params"].append(piece)
                 if not self._coding.is_plain:
@@ -100,6 +108,11 @@ class PiecesOnDisk:
                     inner.state[piece] = state_of_piece(held, slot, kinds)
                 else:
                     self._put_away(spot)
+        self.paged: PagesOnDisk | None = None
+        if inner.paged_kind is not None:
+            places = {p: spot.place + spot.num_bytes - spot.paged_bytes for p, spot in self.spots.items()}
+            largest = max((spot.paged_bytes for spot in self.spots.values()), default=0)
+            self.paged = PagesOnDisk(self.file, meter, places, min(inner.page_bytes, largest))
         for bucket in self._buckets:
             bucket.away = self
 
@@ -145,7 +158,11 @@ class PiecesOnDisk:
         self._coding.decode(spot.packet, spot.owned.master)
 
     def stay(self, num_bytes: int) -> None:
-        """Let pieces stay in memory, each from its next use on, as many as fit into so many bytes."""
+        """Let pieces stay in memory, each from its next use on, as many as fit into so many bytes.
+
+        What is read in pages comes first: a step reads it more often.
+        """
+        num_bytes -= 0 if self.paged is None else self.paged.stay(num_bytes)
         for spot in self.spots.values():
             if spot.held_bytes <= num_bytes and not spot.stays:
                 spot.stays = True
@@ -222,6 +239,8 @@ class PiecesOnDisk:
         shadow, held = twin_of(self.inner), dict[str, Held]()
         assert isinstance(shadow, SummingOptimizer) and self.inner.shards is not None
         parts, seen = dict[Tensor, Part](), dict[Tensor, Tensor]()
+        if self.paged is not None:
+            self.paged.flush()
         for piece, spot in self.spots.items():
             self._write(spot)
             mapped = {tensor: self._mapped(tensor, place) for tensor, place, _ in spot.stored}
@@ -254,7 +273,12 @@ class PiecesOnDisk:
             spot.stored = spot.stored[:1]
             with self.bring(piece):
                 pieces: dict[str, Piece] = {f"{WEIGHTS}/{name}": mine.piece()}
-                state = state_for(source, kinds, name, mine, pieces, records=records_of(self.inner, mine))
+                records = records_of(self.inner, mine)
+                into = {}
+                if (kind := self.inner.paged_kind) in records and self.paged is not None:
+                    into[kind] = self.paged.made(piece, records[kind].shape)
+                state = state_for(source, kinds, name, mine, pieces, into=into, records=records)
+                self._read_paged(source, pieces, into)
                 source.read(pieces)
                 self._round(spot)
                 if state:
@@ -263,15 +287,27 @@ class PiecesOnDisk:
                 rescaled.update(rescale(source, name, state, groups[piece]))
         report_optimizer(source, {kind for kinds in kinds_of for kind in kinds}, fresh, len(self.spots), rescaled)
 
+    def _read_paged(self, source: Source, pieces: dict[str, Piece], into: Mapping[str, Tensor]) -> None:
+        """Read what is read in pages. into: by kind. pieces: it is taken out of them."""
+        for values in into.values():
+            for key in [key for key, piece in pieces.items() if piece.values.data_ptr() == values.data_ptr()]:
+                piece = pieces.pop(key)
+                for rows, page in self.inner.pages(values, changes=True):
+                    offset = piece.offset + rows.start * page.shape[1]
+                    source.read({key: replace(piece, offset=offset, values=page.view(-1))})
+
     def close(self) -> None:
         """Free the disk space."""
+        if self.paged is not None:
+            self.paged.close()
         self.file.close()
 
     def _tensors(self, spot: PieceSpot) -> Sequence[Tensor]:
         """The master, or what it is stored as, and the state's tensors."""
         state = self.inner.state.get(spot.owned.master, {})
         stored = spot.owned.master if spot.packet is None else spot.packet
-        return [stored, *(value for value in state.values() if isinstance(value, Tensor) and value.dim())]
+        own = (value for kind, value in state.items() if kind != self.inner.paged_kind)
+        return [stored, *(value for value in own if isinstance(value, Tensor) and value.dim())]
 
     def _bring(self, spot: PieceSpot) -> None:
         for tensor, place, sums in () if spot.is_here else spot.stored:
@@ -302,7 +338,7 @@ class PiecesOnDisk:
             sums = self._passage.write(at, tensor, before.get((tensor, at), []))
             spot.stored.append((tensor, at, sums))
             at += aligned(tensor.nbytes)
-        assert at <= spot.place + spot.num_bytes
+        assert at <= spot.place + spot.num_bytes - spot.paged_bytes
 
     def _write_plain(self, spot: PieceSpot) -> None:
         """Write the fp32 numbers of a piece that is stored in a codec, for a checkpoint."""

@@ -275,7 +275,7 @@ class Residence:
         if self._pieces is not None:
             where = f"{self._pieces.num_bytes / 1e6:.3f} MB on this rank's disk, {options.folder}"
             coded = f"masters in {options.masters}; " if options.codes_masters else ""
-            why = why or "one piece of a tensor is in memory at a time"
+            why = why or "a piece of a tensor is stepped while the next one is read and the last one written"
             rows.append(("masters and optimizer state", where, f"{coded}{why}"))
         if self.journal is not None:
             rows.append(self.journal.row)

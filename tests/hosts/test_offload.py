@@ -22,11 +22,13 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.offload import replicas, spill
 from thinwire.hosts.offload.budget import fitted
 from thinwire.hosts.offload.journal import locked
+from thinwire.hosts.offload.pieces import PiecesOnDisk, PieceSpot
 from thinwire.hosts.offload.residence import check_device, check_model
 from thinwire.layout import buckets
 from thinwire.methods.memory import LENT_RATE, Setup
 from thinwire.models import FirstWeights
 from thinwire.models.build import build_model, build_skeleton
+from thinwire.optim import mfac
 from thinwire.tiers import DiskFile
 
 NAMES = ("zero", "sdp4bit-loco", "frontier")
@@ -248,7 +250,7 @@ def across(
     optimizer: torch.optim.Optimizer = {
         "apollo": lambda: thinwire.Apollo(named, 3e-3, matrices="layers", rank=4, weight_decay=0.1),
         "apollo-mini": lambda: thinwire.ApolloMini(named, 3e-3, matrices="layers|embed", period=2),
-        "mfac": lambda: thinwire.MFAC(params, 1e-3, window=3, weight_decay=0.1),
+        "mfac": lambda: thinwire.MFAC(params, 1e-3, window=16, weight_decay=0.1),
     }[kind]()
     options: Any = {"seed": 3, "timeout_s": 300, "checked": False, "overlap": True}
     options |= {"residency": residency} if residency is not None else {}
@@ -263,7 +265,22 @@ def across_ways(folder: Path) -> dict[str, Residency | None]:
         "memory": None,
         "disk": Residency(store=store, weights="disk"),
         "stays": Residency(store=store, memory="100gb"),
+        "budget": Residency(store=store, memory="100gb", optimizer="disk"),
     }
+
+
+def note_reads_ahead(told: dict[Any, Any], key: tuple[str, str], states: PiecesOnDisk) -> None:
+    """Note how often a piece is read while another one is used, and the most bytes in memory over what may be."""
+    found, begin = told.setdefault((*key, "ahead"), [0, 0.0]), states._read_ahead
+
+    def noted(spot: PieceSpot) -> None:
+        begin(spot)
+        there = {spot, *states._leaving, *(states._coming or ())[:1]}
+        held = sum(each.memory_bytes for each in there if not each.stays)
+        found[0] += states._coming is not None
+        found[1] = max(found[1], held / states._most_bytes)
+
+    states._read_ahead = noted  # type: ignore[method-assign]
 
 
 def at_once_ways(folder: Path) -> dict[str, Residency | None]:
@@ -332,11 +349,15 @@ def with_a_nan(replica: Replica, rank: int) -> list[str]:
 def looking_across(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
     """Each optimizer and way: three steps, a checkpoint, two more steps; and two from what another way has saved."""
     cut_small()
+    # A page of M-FAC's window has so few elements that a piece has several.
+    mfac.PAGE_NUMEL, mfac.PAGE_UNIT = 1, 64
     told: dict[Any, Any] = {}
-    origins = {"memory": "stays", "disk": "memory", "stays": "disk"}
+    origins = {"memory": "stays", "disk": "memory", "stays": "disk", "budget": "budget"}
     for kind in ("apollo", "apollo-mini", "mfac"):
         for way, residency in across_ways(folder).items():
             replica = across(kind, rank, world_size, residency)
+            if residency is not None:
+                note_reads_ahead(told, (kind, way), replica.optimizer.states)  # type: ignore[attr-defined]
             before = followed(replica, 0, STEPS)
             replica.save(folder / kind / way, STEPS)
             told[kind, way] = before, followed(replica, STEPS, 2)
@@ -437,12 +458,15 @@ def test_a_killed_run_goes_on_behind_the_last_step_that_all_have_kept(
 def test_what_looks_across_matrices_passes_through_memory_bit_for_bit(tmp_path: Path) -> None:
     for told in run_workers(looking_across, 2, tmp_path):
         for kind in ("apollo", "apollo-mini", "mfac"):
-            for way in ("memory", "disk", "stays"):
+            for way in ("memory", "disk", "stays", "budget"):
                 for part in (0, 1):
                     assert_same(told[kind, way][part], told[kind, "memory"][part])
                 is_same, again = told[kind, way, "again"]
                 assert is_same
                 assert_same(again, told[kind, "memory"][1])
+            for way in ("disk", "stays", "budget"):
+                num_ahead, share = told[kind, way, "ahead"]
+                assert (num_ahead > 0 or way != "disk") and share <= 1, (kind, way, num_ahead, share)
         for part in (0, 1):
             assert_same(told["coded", "disk"][part], told["coded", "stays"][part])
         rounded, plain = told["coded", "disk"], told["apollo", "memory"]

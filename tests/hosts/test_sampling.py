@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,12 @@ from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.activations import kept_bytes
 from thinwire.hosts.offload.norms import FLOOR, SeenNorms
+from thinwire.hosts.offload.products import ProductRows, SampledProducts
 from thinwire.hosts.offload.sampling import RowSampler
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.methods.memory.sampling import chosen, num_certain, num_kept
+from thinwire.models import build_model
+from thinwire.models.hf import build_hf
 from thinwire.tiers import TierMeter
 
 ROWS, KEPT, DRAWS = 200, 60, 2000
@@ -452,3 +456,146 @@ def test_a_run_that_goes_on_draws_the_same_rows(tmp_path: Path, on_disk: bool) -
 def test_options_are_checked(activations: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         thinwire.Residency(activations=activations)
+
+
+def test_each_matrix_of_a_stack_has_a_sample_of_its_own() -> None:
+    """Of one matrix the sample is that of the matrix alone; a matrix without weights, or with one, gets no NaN."""
+    weights = torch.rand(4, 50, generator=torch.Generator().manual_seed(5)).pow(4)
+    weights[1], weights[2, 1:] = 0, 0
+    index, scales = chosen(weights, 12, 3)
+    assert index.shape == scales.shape == (4, 12) and bool(torch.isfinite(scales).all())
+    for one, many in zip(chosen(weights[0], 12, 3), (index[0], scales[0]), strict=True):
+        assert torch.equal(one, many)
+    # Without weights all count alike; the only one with weight counts once.
+    assert float(scales[1].sum()) == pytest.approx(50) and float(scales[2].sum()) == 1
+    assert int(index[2, 0]) == 0 and not torch.equal(index[0], index[3])
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_product_of_two_activations_has_no_bias(adds: bool) -> None:
+    """A B [2, 3 heads] and its gradient by A are exact; the mean of 400 gradients by B is what chance leaves of it."""
+    generator = torch.Generator().manual_seed(6)
+    a, b = (torch.randn(2, 3, *shape, generator=generator).requires_grad_() for shape in ((40, 5), (5, 7)))
+    added, grad = torch.randn(6, 40, 7, generator=generator), torch.randn(2, 3, 40, 7, generator=generator)
+
+    def gradients_of(seed: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        def keep(x: Tensor, number: int) -> ProductRows | None:
+            assert number == 1
+            if seed is None:
+                return None
+            index, scales = chosen(x.norm(dim=-1), 12, seed)
+            rows = x.gather(-2, index.unsqueeze(-1).expand(*index.shape, x.shape[-1])) * scales.unsqueeze(-1)
+            return ProductRows(rows, index)
+
+        with SampledProducts(keep):
+            flat = a.flatten(0, 1), b.flatten(0, 1)
+            product = torch.baddbmm(added, *flat, alpha=0.3).view(grad.shape) if adds else a @ b
+        by_a, by_b = torch.autograd.grad(product, (a, b), grad)
+        return product.detach(), by_a, by_b
+
+    product, by_a, by_b = gradients_of(None)
+    found = [gradients_of(seed) for seed in range(400)]
+    assert all(torch.equal(own, product) and torch.equal(exact, by_a) for own, exact, _ in found)
+    errors = torch.stack([estimate - by_b for _, _, estimate in found])
+    variance = errors.square().sum((1, 2, 3, 4)).mean()
+    assert 0 < float(errors.mean(0).norm()) < 1.5 * float((variance / len(found)).sqrt())
+
+
+class Heads(nn.Module):
+    """Attention of four heads with 16 tokens each in bf16, as transformers' eager one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (4, 8)).transpose(1, 2).bfloat16() for each in (self.q, self.k, self.v))
+        p = torch.matmul(q, k.transpose(2, 3)).softmax(-1, dtype=torch.float32).to(v.dtype)
+        return x + self.out(torch.matmul(p, v).transpose(1, 2).flatten(-2).float())
+
+
+class Attends(nn.Module):
+    def __init__(self, run: Callable[..., Tensor] = lambda layer, x: layer(x)) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Heads() for _ in range(2))
+        self.run = run
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+
+def test_attention_keeps_rows_of_its_factors() -> None:
+    """Outputs are exact; gradients of the upper layer's q too, and of k and v not. Recomputation draws the same."""
+    x = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(1))
+    plain, again = Attends(), Attends(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    y, exact = gradients(plain, x)
+    before = kept_bytes(plain, x)
+    samplers = [RowSampler(model, 0.3) for model in (plain, again)]
+    (own, estimates), (_, others) = (gradients(model, x) for model in (plain, again))
+    assert torch.equal(own, y)
+    for name, gradient in estimates.items():
+        assert torch.equal(gradient, others[name]), name
+    differs = {name for name in exact if not torch.equal(exact[name], estimates[name])}
+    assert "layers.1.q.bias" not in differs and {"layers.1.k.bias", "layers.1.v.bias", "input"} <= differs
+    # Of each layer's q and p, 12 of 40 rows stay, of 8 heads.
+    saved = before - kept_bytes(plain, x)
+    of_linears = 2 * (3 * (80 - 24) * 32 * 4 - 3 * 24 * 8)
+    assert saved > of_linears / 3 + 2 * 8 * ((40 - 12) * (8 + 40) * 2 - 2 * 12 * 8)
+    for sampler in samplers:
+        sampler.seed = lambda: 1
+    assert not torch.equal(gradients(plain, x)[1]["layers.1.v.bias"], estimates["layers.1.v.bias"])
+    assert samplers[0].attention_row[1] == "0.3 of the rows of q and p, for each head"
+
+
+def test_padding_is_not_kept_of_attention() -> None:
+    """The gradient of v is unchanged by what stands at padded places."""
+    x, mask = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(1)), torch.ones(2, 40)
+    mask[:, 20:] = 0
+    model, asked = Attends(), list[tuple[Tensor, int]]()
+
+    def watch(weights: Tensor, num: int, seed: int) -> tuple[Tensor, Tensor]:
+        asked.append((weights, num))
+        return chosen(weights, num, seed)
+
+    RowSampler(model, 0.6, chooses=watch)
+    gradients(model, x, attention_mask=mask)
+    of_products = [(weights, num) for weights, num in asked if weights.dim() == 3]
+    assert len(of_products) == 4
+    assert all(num == 12 and not weights[..., 20:].any() and weights[..., :20].all() for weights, num in of_products)
+
+
+def test_products_of_fused_attention_are_not_sampled(tmp_path: Path) -> None:
+    """Ours by the length of sequences, models of transformers by their attention; both say so."""
+    transformers = pytest.importorskip("transformers")
+    short, long = (build_model("tiny", vocab_size=64, seq_len=length) for length in (32, 1024))
+    assert RowSampler(short, 0.3).attention_row[1].startswith("0.3 of the rows")
+    assert RowSampler(long, 0.3).attention_row[2] == "sequences of more than 512 tokens take a fused kernel"
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    tokens = torch.randint(64, (2, 40), generator=torch.Generator().manual_seed(2))
+    for kind in ("sdpa", "eager"):
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"attn_implementation": kind}))
+        models = []
+        for _ in range(2):
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                models.append(build_hf(str(tmp_path), 64, 64, 0, {}))
+        asked: list[int] = []
+
+        def watch(weights: Tensor, num: int, seed: int, asked: list[int] = asked) -> tuple[Tensor, Tensor]:
+            asked.append(weights.dim())
+            return chosen(weights, num, seed)
+
+        sampler = RowSampler(models[1], 0.3, chooses=watch)
+        losses = [model(tokens, tokens) for model in models]
+        assert torch.equal(*losses)
+        losses[1].backward()
+        # p in fp32 stays whole with its softmax.
+        assert [dim for dim in asked if dim > 1] == ([3] if kind == "eager" else [])
+        assert ("is fused" in sampler.attention_row[2]) == (kind == "sdpa")

@@ -17,7 +17,7 @@ from thinwire.methods.interface import Cuts
 from thinwire.methods.memory import Across
 from thinwire.methods.sums import ParamGroups, Round, parts_of, rounds_of, sent_by_rounds
 from thinwire.optim import Shards, SummingOptimizer
-from thinwire.optim.sums import Bring, Values
+from thinwire.optim.sums import Bring, PagedRecords, Values
 from thinwire.state.portable import group_of
 from thinwire.table import Row
 
@@ -62,10 +62,11 @@ class JoinedSums:
         options: ParamGroups,
         seed: Callable[[], int],
         bring: Bring | None = None,
+        paged: PagedRecords | None = None,
     ) -> JoinedSums:
         """Make the optimizer step pieces.
 
-        held: this rank's, by parameter. cuts: how each group cuts its parameters. bring: see Shards.
+        held: this rank's, by parameter. cuts: how each group cuts its parameters. bring, paged: see Shards.
 
         Raises ConfigError for sums over the parameters of several groups.
         """
@@ -77,7 +78,7 @@ class JoinedSums:
         device = next((piece.device for piece in held.values()), torch.device("cpu"))
         joined = cls(optimizer, rounds, seed, device)
         shards = Shards({piece: parts[name] for name, piece in held.items()}, joined.total)
-        optimizer.join(shards if bring is None else replace(shards, bring=bring))
+        optimizer.join(shards if bring is None else replace(shards, bring=bring, paged=paged))
         return joined
 
     def total(self, number: int, partials: Mapping[str, Values]) -> dict[str, Values]:

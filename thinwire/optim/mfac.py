@@ -17,6 +17,8 @@ from thinwire.optim.sums import Part, Record, Sum, SummingOptimizer, Update, Val
 # What the one sum of a step is called: no name of a parameter has a blank.
 JOINT = "all parameters"
 WINDOW, MOMENTUM = "window", "momentum_buffer"
+# Of the window, how many numbers are read at once at most; a page has a multiple of PAGE_UNIT elements, or all.
+PAGE_NUMEL, PAGE_UNIT = 1 << 21, 1024
 
 
 class MFAC(SummingOptimizer):
@@ -47,7 +49,8 @@ class MFAC(SummingOptimizer):
 
     title = "mfac"
     num_rounds = 1
-    streams = True
+    streams = starts_bare = True
+    paged_kind = WINDOW
     operation = "products of gradients"
     codec = Identity()
     is_joint = True
@@ -105,6 +108,15 @@ class MFAC(SummingOptimizer):
         """The window's rows and the momentum."""
         return (self.window + 1) * (part.own[1] - part.own[0])
 
+    def num_paged(self, part: Part) -> int:
+        """The window's rows."""
+        return self.window * (part.own[1] - part.own[0])
+
+    @property
+    def page_bytes(self) -> int:
+        """A multiple of a disk's block."""
+        return 4 * self.window * max(1, PAGE_NUMEL // self.window // PAGE_UNIT) * PAGE_UNIT
+
     def _kinds(self) -> dict[str, Any]:
         return {"step": 0, WINDOW: torch.empty(1), MOMENTUM: torch.empty(1)}
 
@@ -118,11 +130,15 @@ class MFAC(SummingOptimizer):
 
     def _across(self, param: Tensor, grad: Tensor, part: Part, group: dict[str, Any]) -> Update:
         state, flat = self._held(param), grad.reshape(-1).float()
-        rows = state[WINDOW]
-        rows[:, state["step"] % self.window] = flat
-        totals = yield {"products": products(rows.T, flat)}
-        direction = combined(rows.T, totals["weights"])
-        momentum = state[MOMENTUM].lerp_(direction.view_as(param).to(param.dtype), 1 - group["momentum"])
+        total = torch.zeros(self.window, dtype=torch.float64, device=param.device)
+        for rows, page in self.pages(state[WINDOW], changes=True):
+            page[:, state["step"] % self.window] = flat[rows]
+            total += products(page.T, flat[rows])
+        totals = yield {"products": total}
+        direction = torch.empty_like(flat)
+        for rows, page in self.pages(state[WINDOW]):
+            direction[rows] = combined(page.T, totals["weights"])
+        momentum = self._momentum(param).lerp_(direction.view_as(param).to(param.dtype), 1 - group["momentum"])
         param.mul_(1 - group["lr"] * group["weight_decay"]).add_(momentum, alpha=-group["lr"])
 
     def _held(self, param: Tensor) -> dict[str, Any]:
@@ -130,11 +146,17 @@ class MFAC(SummingOptimizer):
         state = self.state[param]
         if not state:
             state["step"] = max((other["step"] for other in self.state.values() if other), default=0)
-            state[WINDOW] = torch.zeros(param.numel(), self.window, device=param.device)
-            state[MOMENTUM] = torch.zeros_like(param)
+            state[WINDOW] = self._new_record(param, torch.Size([param.numel(), self.window]))
         # torch's load_state_dict gives it the parameter's dtype.
         state[WINDOW] = state[WINDOW].float()
         return state
+
+    def _momentum(self, param: Tensor) -> Tensor:
+        """That of a parameter that is in memory."""
+        state = self.state[param]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(param)
+        return state[MOMENTUM]
 
     def _totals(self, number: int, names: Sequence[str], sent: Sequence[Values]) -> list[Values]:
         """The weights of the window's rows, for every parameter."""
@@ -142,8 +164,11 @@ class MFAC(SummingOptimizer):
         windows, step = [state[WINDOW] for state in held.values()], max((s["step"] for s in held.values()), default=-1)
         for param, state in held.items():
             if param.grad is None:
-                with self._brought(param):
-                    state[WINDOW][:, step % self.window] = 0
+                for _, page in self.pages(state[WINDOW], changes=True):
+                    page[:, step % self.window] = 0
+                if MOMENTUM not in state:
+                    with self._brought(param):
+                        self._momentum(param)
             state["step"] = step + 1
         is_same = [ref() is window for ref, window in zip(self._windows, windows, strict=False)]
         is_known = len(self._windows) == len(windows) and all(is_same)
@@ -160,13 +185,17 @@ class MFAC(SummingOptimizer):
     def _summed_anew(self, held: Mapping[Tensor, Mapping[str, Any]], step: int) -> Tensor:
         """G G^T without the row of this step. held: the state of each parameter."""
         gram = torch.zeros(self.window, self.window, dtype=torch.float64)
-        for older in range(max(0, step + 1 - self.window), step):
-            slot = older % self.window
-            own = []
-            for param, state in held.items():
-                with self._brought(param):
-                    own.append(products(state[WINDOW].T, state[WINDOW][:, slot]))
-            gram[slot] = gram[:, slot] = self._summed(own, step, True)[0]
+        slots = [older % self.window for older in range(max(0, step + 1 - self.window), step)]
+        device = next((param.device for param in held), gram.device)
+        own = torch.zeros(len(slots), self.window, dtype=torch.float64, device=device)
+        for state in held.values():
+            of_one = torch.zeros_like(own)
+            for _, page in self.pages(state[WINDOW]):
+                for total, slot in zip(of_one, slots, strict=True):
+                    total += products(page.T, page[:, slot])
+            own += of_one
+        for total, slot in zip(own, slots, strict=True):
+            gram[slot] = gram[:, slot] = self._summed([total], step, True)[0]
         return gram
 
     def _summed(self, own: Sequence[Tensor], step: int, is_known: bool) -> tuple[Tensor, int, bool]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,18 @@ class Record(NamedTuple):
     offset: int
 
 
+class PagedRecords(Protocol):
+    """Holds records that are read in pages."""
+
+    def made(self, piece: Tensor, shape: torch.Size) -> Tensor:
+        """Zeros [rows, width] for a piece. The tensor stands for them; `pages` alone reads and changes them."""
+        ...
+
+    def pages(self, values: Tensor, num_rows: int, *, changes: bool) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, a page with these rows in memory), in order. changes: what is written into pages stays."""
+        ...
+
+
 @dataclass(frozen=True)
 class Shards:
     """What a host gives an optimizer that steps pieces.
@@ -79,11 +91,13 @@ class Shards:
             collective. By default nothing is cut.
         bring: (piece, whether its step ends with it) -> a context with the piece and its state in memory, for pieces
             that pass through it.
+        paged: where records lie that are read in pages; None: in memory.
     """
 
     parts: Mapping[Tensor, Part]
     total: Callable[[int, Mapping[str, Values]], Mapping[str, Values]] = lambda number, partials: partials
     bring: Bring = lambda piece, is_last: nullcontext()
+    paged: PagedRecords | None = None
 
 
 class SummingOptimizer(Parameterwise):
@@ -95,7 +109,8 @@ class SummingOptimizer(Parameterwise):
     the group's `betas`, `eps` and `weight_decay`.
 
     streams: whether pieces may pass through memory, each whenever a part of its update needs it. starts_bare: whether
-    the first part needs the gradient alone. operation: what the meter calls the
+    the first part needs the gradient alone, and what is read in pages. paged_kind: the kind of state that is read in
+    pages; none by default. operation: what the meter calls the
     sums. codec: of the sums that may lose digits. is_joint: whether a sum is over
     parameters too, so that each rank must have a part of all of them.
     """
@@ -104,6 +119,7 @@ class SummingOptimizer(Parameterwise):
     is_joint: ClassVar[bool] = False
     streams: ClassVar[bool] = False
     starts_bare: ClassVar[bool] = False
+    paged_kind: ClassVar[str | None] = None
     title: ClassVar[str]
     num_rounds: ClassVar[int]
     operation: ClassVar[str]
@@ -140,6 +156,15 @@ class SummingOptimizer(Parameterwise):
     def num_kept(self, part: Part) -> int:
         """How many numbers the state of such a piece holds."""
 
+    def num_paged(self, part: Part) -> int:
+        """How many of these numbers are read in pages, at the start of an update and in each round."""
+        return 0
+
+    @property
+    def page_bytes(self) -> int:
+        """The most bytes of such a page."""
+        return 0
+
     @abstractmethod
     def _kinds(self) -> dict[str, Any]:
         """See `kinds`, of what looks across."""
@@ -171,9 +196,35 @@ class SummingOptimizer(Parameterwise):
         self.shards = shards
         for param in shards.parts:
             for kind, record in self.records(param).items():
-                if kind in (state := self.state.get(param, {})) and state[kind].shape != record.shape:
-                    own = state[kind].flatten()[record.offset :][: record.shape.numel()]
-                    state[kind] = own.view(record.shape).clone()
+                state, is_paged = self.state.get(param, {}), kind == self.paged_kind and shards.paged is not None
+                if kind not in state or (state[kind].shape == record.shape and not is_paged):
+                    continue
+                first = 0 if state[kind].shape == record.shape else record.offset
+                own = state[kind].flatten()[first:][: record.shape.numel()].view(record.shape)
+                state[kind] = self._paged(param, own) if is_paged else own.clone()
+
+    def _paged(self, param: Tensor, values: Tensor) -> Tensor:
+        """A record with these values, where records are read in pages."""
+        found = self._new_record(param, values.shape)
+        for rows, page in self.pages(found, changes=True):
+            page.copy_(values[rows])
+        return found
+
+    def _new_record(self, param: Tensor, shape: torch.Size) -> Tensor:
+        """Zeros [rows, width], fp32, of a state that is read in pages."""
+        if self.shards is None or self.shards.paged is None:
+            return torch.zeros(shape, device=param.device)
+        return self.shards.paged.made(param, shape)
+
+    def pages(self, values: Tensor, *, changes: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """See PagedRecords."""
+        num_rows = self.page_bytes // (values.shape[1] * values.element_size())
+        if self.shards is not None and self.shards.paged is not None:
+            yield from self.shards.paged.pages(values, num_rows, changes=changes)
+            return
+        for first in range(0, len(values), num_rows):
+            rows = slice(first, first + num_rows)
+            yield rows, values[rows]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

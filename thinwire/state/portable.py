@@ -179,8 +179,8 @@ def state_for(
 ) -> dict[str, Any]:
     """The optimizer's state of a parameter; empty if some of it was not saved. Adds what must be read to `pieces`.
 
-    into: for each kind, the tensor to read into; None: new ones. records: the places of the kinds without an entry for
-    each element; a saved one of another size counts as missing.
+    into: the tensors to read into, by kind; of other kinds, new ones. records: the places of the kinds without an entry
+    for each element; a saved one of another size counts as missing.
     """
     state: dict[str, Any] = {}
     wanted: dict[str, Piece] = {}
@@ -188,7 +188,8 @@ def state_for(
         number = source.scalar(kind, name)
         if records and kind in records:
             key, record = f"{OPTIMIZER}/{kind}/{name}", records[kind]
-            state[kind] = torch.zeros(record.shape, device=mine.tensor.device)
+            given = None if into is None else into.get(kind)
+            state[kind] = torch.zeros(record.shape, device=mine.tensor.device) if given is None else given
             piece = mine.record(record, state[kind])
             # A mesh may have cut it.
             if not source.holds(key, source.place_piece(key, piece).numel):
@@ -196,7 +197,8 @@ def state_for(
             if record.shape.numel():
                 wanted[key] = piece
         elif isinstance(like, Tensor) and like.dim() and source.has(f"{OPTIMIZER}/{kind}/{name}"):
-            new = torch.empty_like(mine.tensor, memory_format=torch.contiguous_format) if into is None else into[kind]
+            new = None if into is None else into.get(kind)
+            new = torch.empty_like(mine.tensor, memory_format=torch.contiguous_format) if new is None else new
             state[kind] = new
             wanted[f"{OPTIMIZER}/{kind}/{name}"] = mine.piece(state[kind])
         elif number is not None:

@@ -102,10 +102,10 @@ class CountedBatch:
             cut_loss(model, model.lm_head if isinstance(model, Llama) else None)
         if self.tile is not None:
             cut_into_tiles(model, self.tile, tables=False, must=False)
-        if self.recomputes:
-            recompute(model, min(self.slices, self.batch))
         if self.sampled is not None:
             RowSampler(model, self.sampled, chooses=_any_rows)
+        if self.recomputes:
+            recompute(model, min(self.slices, self.batch))
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,8 @@ def _note_end(model: nn.Module, follower: StorageFollower) -> list[int]:
 
 def _any_rows(weights: Tensor, num: int, seed: int) -> tuple[Tensor, Tensor]:
     """As many rows as `chosen` keeps, where rows have no values."""
-    return torch.zeros(num, dtype=torch.int64), torch.ones(num)
+    kept = (*weights.shape[:-1], num)
+    return torch.zeros(kept, dtype=torch.int64), torch.ones(kept)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

@@ -128,8 +128,9 @@ class Residence:
         check_at_once(residency, type(inner).__name__, limits=limits)
         check_device(residency, device, looks_across=isinstance(inner, SummingOptimizer))
         check_model(residency, model)
-        num_layers = recompute(model, residency.slices or 1) if residency.recomputes else 0
+        # What a layer computes again is sampled again.
         sampler = RowSampler(model, residency.sampled) if residency.sampled is not None else None
+        num_layers = recompute(model, residency.slices or 1) if residency.recomputes else 0
         computes = num_layers or sampler or residency.gradients == AT_ONCE
         if not (computes or residency.needs_store or residency.memory is not None):
             return None
@@ -274,7 +275,7 @@ class Residence:
         if self._pieces is not None:
             where = f"{self._pieces.num_bytes / 1e6:.3f} MB on this rank's disk, {options.folder}"
             coded = f"masters in {options.masters}; " if options.codes_masters else ""
-            why = why or "one piece of a tensor is in memory at a time"
+            why = why or "a piece of a tensor is stepped while the next one is read and the last one written"
             rows.append(("masters and optimizer state", where, f"{coded}{why}"))
         if self.journal is not None:
             rows.append(self.journal.row)
@@ -292,6 +293,7 @@ class Residence:
         if self.sampler is not None:
             what = f"{self.sampler.ratio:g} of the rows of what {self.sampler.num_layers} linear layers are given"
             rows.append(("activations", what, "the gradient of their weights is an estimate without bias"))
+            rows.append(self.sampler.attention_row)
             where = "in memory" if options.store is None else f"in {options.folder}"
             what = f"2 bytes of each token and input that is sampled, {where}"
             rows.append(("norms of sequences that come again", what, "ranks send each other as much, on both ways"))

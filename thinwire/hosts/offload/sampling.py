@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from thinwire.codecs import derive_seed
 from thinwire.codecs.random import named_seed
 from thinwire.hosts.offload.norms import SeenNorms
+from thinwire.hosts.offload.products import ProductRows, SampledProducts, fused_attention
 from thinwire.layout.layers import layers_of
 from thinwire.methods.memory.sampling import chosen, num_kept
+from thinwire.table import Row
 
 Chooses = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 
@@ -39,10 +41,12 @@ class RowSampler:
 
     Outputs and the gradients of inputs are exact. A row weighs what its norm is, times that of the gradient of the
     layer's output when its sequence was last seen, see `SeenNorms`, if the numbers of sequences are told. Layers that
-    are given the same tensor, such as those of q, k and v, share one sample. Draws depend on the seed, the number of
-    the forward in its step, and the name of the first such layer: a layer that is computed again draws the same rows.
-    Rows that a keyword argument `attention_mask` [batch, seq] of the model leaves out are neither counted nor kept. In
-    forwards without gradients, and of layers whose weights have none, nothing is drawn.
+    are given the same tensor, such as those of q, k and v, share one sample. Products of two activations inside the
+    layers, as of attention, keep a sample of the first one's rows, see `SampledProducts`, which weigh what their norms
+    are. Draws depend on the seed, the number of the forward in its step, and the name of the first such layer: a layer
+    that is computed again draws the same rows. Rows that a keyword argument `attention_mask` [batch, seq] of the model
+    leaves out are neither counted nor kept. In forwards without gradients, and of layers whose weights have none,
+    nothing is drawn.
 
     Attributes:
         seed: of the step under way.
@@ -61,11 +65,23 @@ class RowSampler:
         self._last: KeptRows | None = None
         self._mask: Tensor | None = None
         names = {module: name for name, module in model.named_modules()}
+        self._fused = fused_attention(model)
+        for layer in layers_of(model):
+            layer.forward = partial(self._in_layer, names[layer], layer.forward)
         linears = linear_layers(model)
         self.num_layers = len(linears)
         for linear in linears:
             linear.forward = partial(self._forward, names[linear], linear, linear.forward)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    @property
+    def attention_row(self) -> Row:
+        """What becomes of the products of attention."""
+        what = "attention's q k and p v"
+        if self._fused is not None:
+            return what, "exact: no rows of them are kept", self._fused
+        why = "the gradients of k and v are estimates; p in fp32 without dropout stays whole with its softmax"
+        return what, f"{self.ratio:g} of the rows of q and p, for each head", why
 
     def begin_anew(self) -> None:
         """Forget the step under way, and what was seen."""
@@ -88,6 +104,27 @@ class RowSampler:
             kept = self._last = self._keep(name, x.detach(), weakref.ref(x))
         by_rows = weight if isinstance(linear, nn.Linear) else weight.T
         return SampledLinear.apply(x, by_rows, bias, kept.rows, kept.places, kept.note)
+
+    def _in_layer(self, name: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        with SampledProducts(partial(self._keep_product, name)):
+            return plain(*args, **kwargs)
+
+    def _keep_product(self, name: str, a: Tensor, number: int) -> ProductRows | None:
+        """What is kept of a factor; None: all of it. number: of the product in its layer."""
+        size = a.shape[-2]
+        mask = self._mask if a.dim() == 4 and self._mask is not None and len(self._mask) == len(a) * size else None
+        counts = None if mask is None else mask.view(len(a), 1, size) != 0
+        num = num_kept(self.ratio, size if counts is None else max(1, int(counts.sum(-1).max())))
+        if num >= size:
+            return None
+        weights = torch.linalg.vector_norm(a, dim=-1, dtype=torch.float32)
+        weights = weights if counts is None else weights * counts
+        seed = derive_seed(named_seed(self.seed(), f"{name} product {number}"), self._number)
+        index, scales = self._chooses(weights, num, seed)
+        rows = a.gather(-2, index.unsqueeze(-1).expand(*index.shape, a.shape[-1]))
+        return ProductRows(rows * scales.to(a.dtype).unsqueeze(-1), index)
 
     def _keep(self, name: str, x: Tensor, source: weakref.ref[Tensor]) -> KeptRows:
         rows = x.flatten(0, -2)

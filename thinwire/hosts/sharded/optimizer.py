@@ -36,7 +36,7 @@ from thinwire.methods.interface import Cuts
 from thinwire.methods.sharded import ShardedMethod, cut_by
 from thinwire.methods.sums import ParamGroups, parts_of
 from thinwire.optim import SummingOptimizer
-from thinwire.optim.sums import Bring
+from thinwire.optim.sums import Bring, PagedRecords
 from thinwire.state.agreement import StepStatus
 from thinwire.state.clipping import Clipping
 from thinwire.state.replicas import compare_replicas
@@ -141,7 +141,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
                 cuts = [(comm.rank, own) for comm, own in self._cuts(across)]
                 parts = {name: part for rank, own in cuts for name, part in parts_of(own, rank, across).items()}
                 self.states = pieces = residence.pieces(inner, self._weights, parts)
-                self._sums = self._join(inner, pieces.owned, across, pieces.bring)
+                self._sums = self._join(inner, pieces.owned, across, pieces.bring, pieces.paged)
             elif not has_masters:
                 self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets), seed)
         self._saved = ShardedState(
@@ -188,10 +188,11 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         return [(c, cut_by((b.layout for b in self.buckets if b.comm is c), across)) for c in self._comms]
 
     def _join(
-        self, inner: SummingOptimizer, owned: Sequence[Owned], across: ParamGroups, bring: Bring | None = None
-    ) -> JoinedSums:
+        self, inner: SummingOptimizer, owned: Sequence[Owned], across: ParamGroups, bring: Bring | None = None,
+        paged: PagedRecords | None = None,
+    ) -> JoinedSums:  # fmt: skip
         held = {each.slot.name: each.master for each in owned if each.slot.name in across}
-        return JoinedSums.of(inner, held, self._cuts(across), across, self._seeds.updates, bring)
+        return JoinedSums.of(inner, held, self._cuts(across), across, self._seeds.updates, bring, paged)
 
     def _guard_weights(self) -> None:
         unit_of = {id(slot.param): unit for unit in self.units for slot in unit.slots}

@@ -38,7 +38,8 @@ def placed(residency: Residency, setup: Setup) -> Iterator[MemoryPart]:
     again is used twice in a row: of its bytes those above C - B are read once more. Tables of which a forward takes
     rows are read once, for the update, and stay last; their rows are not counted. States are read and written except
     those that stay. A durable step writes all of them, and the weights that belong to this rank's masters. An optimizer
-    that looks across matrices reads its state for each part of its update. Mean gradients are written and
+    that looks across matrices reads its state for each part of its update; what is read in pages, for the first part
+    too, where the rest is not. Mean gradients are written and
     read once, if they lie on the disk.
 
     residency: without "auto", besides for the optimizer.
@@ -108,7 +109,9 @@ def _states_on_disk(residency: Residency, setup: Setup, floor: Floor, left: int)
         # Updated masters are sent from the disk if gradients did not wait for them in memory.
         reads = states.num_reads + (residency.gradients == AT_ONCE)
         held, moved = min(in_passing + staying, states.whole), whole - staying
-        return MemoryPart(name, held, states.disk + coded, reads * moved, moved)
+        # What is read in pages stays first.
+        paged = max(0, states.paged - staying)
+        return MemoryPart(name, held, states.disk + coded, reads * moved + paged, moved)
     whole = int(residency.state_share * states.whole)
     staying = min(whole, left) if residency.optimizer == "auto" else 0
     written = whole + states.whole // NUM_STATES if residency.durable else whole - staying

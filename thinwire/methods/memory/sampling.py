@@ -16,17 +16,17 @@ def num_kept(ratio: float, num_rows: int) -> int:
     return min(num_rows, max(LEAST_ROWS, round(ratio * num_rows)))
 
 
-def num_certain(shares: Tensor, num: int) -> int:
+def num_certain(shares: Tensor, num: int) -> Tensor:
     """How many of the largest shares are kept for certain, when `num` are kept: c below it with the least bound.
 
-    The bound is (1 - P_c) / (num - c), with P_c the sum of the c largest. shares: fp64 [n], descending, of sum 1.
+    The bound is (1 - P_c) / (num - c), with P_c the sum of the c largest. shares: fp64 [..., n], descending, of sum 1.
     """
-    left = 1 - torch.cat([shares.new_zeros(1), shares.cumsum(0)])[:num]
-    return int((left / torch.arange(num, 0, -1, device=shares.device)).argmin())
+    left = 1 - torch.cat([torch.zeros_like(shares[..., :1]), shares.cumsum(-1)], dim=-1)[..., :num]
+    return (left / torch.arange(num, 0, -1, device=shares.device)).argmin(-1)
 
 
 def chosen(weights: Tensor, num: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The rows to keep, int64 [num], and what each is multiplied by, fp32 [num].
+    """The rows to keep, int64 [..., num], and what each is multiplied by, fp32 [..., num]; of each matrix by itself.
 
     With p = weights / their sum, the c largest are kept as they are, see `num_certain`. The others are drawn with
     replacement by p / (1 - P_c) and count (1 - P_c) / ((num - c) p) times. So for any columns h and z that belong to
@@ -34,27 +34,32 @@ def chosen(weights: Tensor, num: int, seed: int) -> tuple[Tensor, Tensor]:
     alike.
 
     Args:
-        weights: [n], not negative; below n rows, those of weight 0 are never kept.
+        weights: [..., n], not negative; below n rows, those of weight 0 are never kept.
         num: from 1 to n; n keeps all rows as they are.
 
     Source: Liu et al., "Winner-take-all column row sampling for memory efficient adaptation of language model"
     (NeurIPS 2023), section 3; it also leaves the draws out where P_c is above 0.999.
     """
-    if num == len(weights):
+    size = weights.shape[-1]
+    if num == size:
         # In the order of the rows, so that sums have the bits of a plain layer's.
-        return torch.arange(num, device=weights.device), torch.ones(num, device=weights.device)
-    weights = weights.double()
-    total = weights.sum()
-    if not (torch.isfinite(total) and total > 0):
-        weights, total = torch.ones_like(weights), torch.tensor(float(len(weights)), device=weights.device)
-    shares, order = (weights / total).sort(descending=True, stable=True)
-    certain = num_certain(shares, num)
-    rest = shares[certain:]
-    mass = rest.sum()
-    if not mass > 0:
-        return order[:num], (shares[:num] > 0).float()
-    drawn = uniform(seed, 0, num - certain).double().to(weights.device) * mass
-    at = torch.searchsorted(rest.cumsum(0), drawn).clamp_(max=int((rest > 0).sum()) - 1)
-    index = torch.cat([order[:certain], order[certain + at]])
-    scales = torch.cat([rest.new_ones(certain), mass / ((num - certain) * rest[at])])
-    return index, scales.float()
+        index = torch.arange(num, device=weights.device).expand(weights.shape)
+        return index, torch.ones(weights.shape, device=weights.device)
+    each = weights.reshape(-1, size).double()
+    total = each.sum(1, keepdim=True)
+    each = torch.where(torch.isfinite(total) & (total > 0), each / total, 1 / size)
+    shares, order = each.sort(dim=1, descending=True, stable=True)
+    certain = num_certain(shares, num).unsqueeze(1)
+    rest = torch.where(torch.arange(size, device=weights.device) < certain, 0, shares)
+    mass = rest.sum(1, keepdim=True)
+    place = torch.arange(num, device=weights.device)
+    drawn = uniform(seed, 0, len(each) * num).view(-1, num).double().to(weights.device)
+    drawn = drawn.gather(1, (place - certain).clamp(min=0)) * mass
+    at = torch.searchsorted(rest.cumsum(1), drawn)
+    at = torch.minimum(at, (shares > 0).sum(1, keepdim=True) - 1).maximum(certain)
+    at = torch.where(place < certain, place, at)
+    picked = shares.gather(1, at)
+    scales = torch.where(place < certain, 1, mass / ((num - certain) * picked))
+    scales = torch.where(picked > 0, scales, 0).float()
+    kept = (*weights.shape[:-1], num)
+    return order.gather(1, at).view(kept), scales.view(kept)

@@ -24,6 +24,8 @@ from thinwire.tiers.pool import BLOCK_BYTES, aligned
 NUM_STATES = 3
 # Of a piece: its master and at most so many kinds of state begin with a block.
 MOST_TENSORS = 4
+# Of what is read in pages: one in use, one that is read, one that is written.
+NUM_PAGES = 3
 # What waits between the parts of an update, and the messages with it.
 WITH_MESSAGES = 2
 # The most bytes of a micro-batch in memory, by what becomes of activations; and what a forward leaves on a disk.
@@ -36,10 +38,11 @@ class StateBytes(NamedTuple):
     Attributes:
         whole: all of it.
         disk: all of it on a disk, in pieces of tensors; 0: it lies there in sub-groups.
-        piece: the largest piece of a tensor, with its state.
+        piece: the largest piece of a tensor, with its state, and the pages that what is read in pages passes through.
+        paged: what is read in pages.
         masters: those of pieces of tensors, in fp32.
         sums: what waits between the parts of an update. at_once: the same, if one matrix is stepped at a time.
-        num_reads: how often a step reads all of it from a disk.
+        num_reads: how often a step reads all of it from a disk; what is read in pages, once more.
     """
 
     whole: int
@@ -49,6 +52,7 @@ class StateBytes(NamedTuple):
     sums: int = 0
     at_once: int = 0
     num_reads: int = 1
+    paged: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,15 @@ class Across:
         """Of a rank. cuts: of all trained parameters."""
         world_size = max((len(spans) for _, spans in cuts.values()), default=1)
         parts = parts_of({name: cut for name, cut in cuts.items() if name in self.groups}, rank, self.groups)
-        sizes, disk = [0], 0
+        sizes, passing, disk, paged, pages = [0], [0], 0, 0, 0
         for name, (_, spans) in cuts.items():
             numel = spans[rank][1] - spans[rank][0]
             if numel:
                 sizes.append(FP32_BYTES * numbers_of(self.optimizer, numel, parts.get(name)))
                 disk += piece_bytes(self.optimizer, numel, parts.get(name))
+                own = paged_bytes(self.optimizer, parts.get(name))
+                passing.append(sizes[-1] - own)
+                paged, pages = paged + own, max(pages, NUM_PAGES * min(own, self.optimizer.page_bytes))
         sums = [0]
         for rounds in self.optimizer.sums(parts).values():
             each = [
@@ -77,12 +84,17 @@ class Across:
             sums.append(FP32_BYTES * max(each, default=0) * (WITH_MESSAGES if world_size > 1 else 1))
         reads = self.optimizer.num_rounds + (not self.optimizer.starts_bare)
         masters = FP32_BYTES * sum(spans[rank][1] - spans[rank][0] for _, spans in cuts.values())
-        return StateBytes(sum(sizes), disk, max(sizes), masters, sum(sums), max(sums), reads)
+        return StateBytes(sum(sizes), disk, max(passing) + pages, masters, sum(sums), max(sums), reads, paged)
 
 
 def numbers_of(optimizer: SummingOptimizer, numel: int, part: Part | None) -> int:
     """How many numbers a piece of a tensor has with its state. part: see Part; None: it takes AdamW's step."""
     return numel + (2 * numel if part is None else optimizer.num_kept(part))
+
+
+def paged_bytes(optimizer: SummingOptimizer, part: Part | None) -> int:
+    """Bytes of such a piece's state that are read in pages, in whole blocks."""
+    return 0 if part is None else aligned(FP32_BYTES * optimizer.num_paged(part))
 
 
 def piece_bytes(optimizer: SummingOptimizer, numel: int, part: Part | None) -> int:

@@ -225,7 +225,8 @@ def print_links(folder: Path, asked: argparse.Namespace) -> None:
     rates = {}
     for way, words in ways.items():
         _, found = trained(folder, [*common, *words], lab=True)
-        rates[way] = median(step["tokens"] / step["step_s"] for step in found[WARM_UP:])
+        # Tokens of a step are counted from the start.
+        rates[way] = found[0]["tokens"] / median(step["step_s"] for step in found[WARM_UP:])
         print(f"{way}: {rates[way]:.1f} tokens/s", flush=True)
     for way in ("in memory", "cut over ranks in bf16"):
         print(f"  on a disk over {way}: {rates['on a disk'] / rates[way]:.2f}")

@@ -25,7 +25,7 @@ from thinwire.hosts.offload.journal import locked
 from thinwire.hosts.offload.pieces import PiecesOnDisk, PieceSpot
 from thinwire.hosts.offload.residence import check_device, check_model
 from thinwire.layout import buckets
-from thinwire.methods.memory import LENT_RATE, Setup
+from thinwire.methods.memory import LENT_RATE, Setup, floor
 from thinwire.models import FirstWeights
 from thinwire.models.build import build_model, build_skeleton
 from thinwire.optim import mfac
@@ -63,8 +63,9 @@ def sampled(folder: Path, weights: Any, activations: str = "sample:0.5") -> Resi
     return Residency(store=str(folder / "store"), weights=weights, optimizer="memory", activations=activations)
 
 
-def cut_small() -> None:
-    """Let every matrix be a bucket of its own, and none of them too small for the disk."""
+def cut_small(num_held: int = 2) -> None:
+    """Let every matrix be a bucket of its own, none of them too small for the disk, and few of them in memory."""
+    floor.NUM_UNBOUNDED = num_held
     buckets.DEFAULT_BUCKET_NUMEL = buckets.MIN_BLOCKS_PER_SHARD = 1
     replicas.SMALL_NUMEL = spill.SMALL_BYTES = 0
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ import thinwire
 from tests.hosts.test_offload import cut_small
 from tests.workers import run_workers
 from thinwire import Residency
+from thinwire.methods.memory import floor
 
 LAYERS, WIDTH = 6, 32
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -35,9 +37,9 @@ class Ordered(nn.Module):
         return x.square().mean()
 
 
-def read_by_order(rank: int, world_size: int, folder: Path) -> tuple[list[list[float]], list[int], int]:
-    """Losses in memory and on the disk; bytes that each step's second micro-batch reads; when two layers stayed."""
-    cut_small()
+def read_by_order(rank: int, world_size: int, folder: Path, num_held: int) -> tuple[list[list[float]], list[int], int]:
+    """Losses in memory and on the disk; bytes that each second micro-batch reads; when that many layers stayed."""
+    cut_small(num_held)
     forward = list(range(LAYERS))
     orders = [forward, forward, forward, forward[::-1], [3, 1, 4, 1, 5, 2, 0], forward]
     losses, read, full = list[list[float]](), list[int](), 0
@@ -63,8 +65,8 @@ def read_by_order(rank: int, world_size: int, folder: Path) -> tuple[list[list[f
             found.append(float(loss.detach()))
             if held is not None:
                 read.append(read_so_far() - before)
-                full += sum(spot.is_here for spot in held.spots.values()) == 2
-                assert held.used_bytes <= held.capacity_bytes == 2 * LAYER_BYTES
+                full += sum(spot.is_here for spot in held.spots.values()) == num_held
+                assert held.used_bytes <= held.capacity_bytes == num_held * LAYER_BYTES
             optimizer.step()
             optimizer.zero_grad()
         losses.append(found)
@@ -72,11 +74,12 @@ def read_by_order(rank: int, world_size: int, folder: Path) -> tuple[list[list[f
     return losses, read, full
 
 
-def test_a_micro_batch_reads_the_minimum_and_any_order_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_held", [2, floor.NUM_UNBOUNDED])
+def test_a_micro_batch_reads_the_minimum_and_any_order_is_served(tmp_path: Path, num_held: int) -> None:
     """Forward and backward over L layers with room for c of them read 2 (L - c), behind the first step."""
-    ((memory, disk), read, full) = run_workers(read_by_order, 1, tmp_path)[0]
+    ((memory, disk), read, full) = run_workers(read_by_order, 1, tmp_path, num_held)[0]
     assert memory == disk
-    assert read[1] == read[2] == 2 * (LAYERS - 2) * LAYER_BYTES
+    assert read[1] == read[2] == 2 * (LAYERS - num_held) * LAYER_BYTES
     # Another order may read what it had better not; never more than once for each use.
     assert all(num <= 2 * 7 * LAYER_BYTES for num in read[3:])
     assert full == len(read)

@@ -52,13 +52,17 @@ class Replicas:
 
     A bucket's memory comes and goes inside the same storage, so that views of it, such as those that autograd saves,
     never show another bucket's weights.
+
+    num_held: buckets for which the capacity suffices at first.
     """
 
-    def __init__(self, folder: Path, layouts: Sequence[BucketLayout], meter: TierMeter, pace: Pace) -> None:
+    def __init__(
+        self, folder: Path, layouts: Sequence[BucketLayout], meter: TierMeter, pace: Pace, num_held: int
+    ) -> None:
         sizes = [bytes_of(layout) for layout in layouts if is_large(layout)]
         self.meter, self.total_bytes, self.used_bytes, self._end = meter, sum(sizes), 0, 0
         self.file = DiskFile(folder, sum(map(aligned, sizes)), meter, pace)
-        self.capacity_bytes = 2 * max(sizes, default=0)
+        self.capacity_bytes = num_held * max(sizes, default=0)
         self.spots: dict[FlatBucket, Spot] = {}
         self._number: dict[FlatBucket, int] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")

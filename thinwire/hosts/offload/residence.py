@@ -29,6 +29,7 @@ from thinwire.hosts.sharded.weights import Weights
 from thinwire.layout.buckets import Unit
 from thinwire.layout.layers import layers_of
 from thinwire.methods.memory import Residency, check_across, check_at_once
+from thinwire.methods.memory.floor import num_held
 from thinwire.methods.memory.placement import stays
 from thinwire.methods.memory.residency import AT_ONCE
 from thinwire.optim import Part, SummingOptimizer
@@ -104,7 +105,7 @@ class Residence:
         held = [layout for unit in units for layout in unit.layouts]
         if weights and any(map(is_large, held)):
             give_pages_back()
-            self.replicas = Replicas(residency.folder, held, self.meter, self.pace)
+            self.replicas = Replicas(residency.folder, held, self.meter, self.pace, num_held(residency))
         self.activations: ActivationsOnDisk | None = None
         if residency.spills:
             given = () if self.replicas is None else (self.replicas.pack, self.replicas.unpack)

@@ -17,6 +17,8 @@ KERNEL_BYTES, TOUCHED_BYTES = 64_000_000, 48_000_000
 NUM_PASSING = 3
 # Buckets of weights in memory at a time, and of gradients: one computes, one travels.
 NUM_BUCKETS = 2
+# Of weights without a budget: others are read, sent and written while one computes.
+NUM_UNBOUNDED = 4
 # Of mean gradients that wait on a disk: two are written, or read and stepped, while one is reduced or sent.
 NUM_MEANS = 3
 # Buckets of fewer elements stay in memory.
@@ -67,7 +69,7 @@ class Floor:
             disk += plan.weights
             over = setup.method.levels(setup.topology).weights_over
             # Of parts of buckets one more: the next one is gathered while another computes.
-            parts["weights"] = min((NUM_BUCKETS + (over > 1)) * largest // over, plan.weights)
+            parts["weights"] = min((num_held(residency) + (over > 1)) * largest // over, plan.weights)
             embeddings = [module for module in setup.model.modules() if isinstance(module, nn.Embedding)]
             num_tables = sum(module.weight.numel() >= SMALL_NUMEL for module in embeddings)
             # That of one is among the process's.
@@ -121,3 +123,8 @@ class Floor:
             f"{self.num_bytes / 1e6:.0f} MB: {listed}{'' if self.is_whole else ', before activations'}; nearest: "
             f"{spelled.format(f'{least}mb')}{ranks}"
         )
+
+
+def num_held(residency: Residency) -> int:
+    """Buckets of weights in memory at a time. Under a budget, those that fit stay besides, after the first steps."""
+    return NUM_UNBOUNDED if residency.memory_bytes is None else NUM_BUCKETS

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from thinwire.layout.buckets import Unit
 from thinwire.layout.layers import looked_up, names_by_layer
-from thinwire.methods.memory.floor import KERNEL_BYTES, SMALL_NUMEL, TOUCHED_BYTES, Floor
+from thinwire.methods.memory.floor import KERNEL_BYTES, SMALL_NUMEL, TOUCHED_BYTES, Floor, num_held
 from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, Residency
 from thinwire.methods.memory.setup import NUM_STATES, Setup
 
@@ -85,7 +85,7 @@ def _weights_on_disk(residency: Residency, setup: Setup, left: int) -> tuple[Mem
     # Weights that are gathered are read whole.
     tables = sum(size for size, unit in zip(sizes, large, strict=True) if by_rows.issuperset(names_of(unit)))
     total, largest = sum(sizes), max(sizes, default=0)
-    least = min(2 * largest, total)
+    least = min(num_held(residency) * largest, total)
     staying = min(total, least + left)
     found = staying if staying == total else staying - largest
     read = (2 * setup.micro_batches + 1) * max(0, total - tables - found) + min(tables, total - found)

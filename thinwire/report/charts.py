@@ -127,9 +127,14 @@ def bytes_figure(run: RunFiles) -> Figure:
     notes = ["Payload that rank 0 sent."]
     if math.isfinite(plain):
         chart.rule(plain / size, "plain")
-        legend.append(("plain", f"uncompressed (fp32): {bytes_text(plain)}"))
+        legend.append(("plain", f"{run.uncompressed_of or 'uncompressed'} (fp32): {bytes_text(plain)}"))
         if run.is_typical and run.typical("sent_bytes") > 0:
-            notes.append(f"Gradients and weights in fp32: {plain / run.typical('sent_bytes'):.2f} times as much.")
+            what = (
+                f"{run.uncompressed_of} in fp32".capitalize()
+                if run.uncompressed_of
+                else "Gradients and weights in fp32"
+            )
+            notes.append(f"{what}: {plain / run.typical('sent_bytes'):.2f} times a median step.")
     return Figure("Bytes on the wire", legend, chart.svg(), notes)
 
 

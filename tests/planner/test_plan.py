@@ -376,6 +376,9 @@ def test_what_cannot_run_yet_is_priced_shown_and_never_chosen(capsys: pytest.Cap
     assert "All of it is for fp32" in printed and "has one rank" not in printed
     one_rank = replace(found.machine.part([0]), rates={**found.machine.rates, "layer 64 bf16": 1e9})
     assert [line.partition(",")[0] for line in not_measured(one_rank)] == ["The machine has one rank"]
+    busy = [*not_measured(replace(found.machine, core_share=0.24))]
+    assert "a rank got a core for 24% of the time, and the rates are too low" in busy[0] and "Warning" not in printed
+    assert json.loads(replace(found, machine=replace(found.machine, core_share=0.24)).to_json())["core_share"] == 0.24
     assert f"Objective: {found.objective.why}." in printed and found.objective.why.startswith("seconds")
     rows = {effect: why for asked, effect, why in found.rows("--strategy auto") if asked == "priced, not chosen"}
     assert any("pipeline=2,sequence=2" in effect for effect in rows)

@@ -129,12 +129,8 @@ def bytes_figure(run: RunFiles) -> Figure:
         chart.rule(plain / size, "plain")
         legend.append(("plain", f"{run.uncompressed_of or 'uncompressed'} (fp32): {bytes_text(plain)}"))
         if run.is_typical and run.typical("sent_bytes") > 0:
-            what = (
-                f"{run.uncompressed_of} in fp32".capitalize()
-                if run.uncompressed_of
-                else "Gradients and weights in fp32"
-            )
-            notes.append(f"{what}: {plain / run.typical('sent_bytes'):.2f} times a median step.")
+            what = run.uncompressed_of or "gradients and weights"
+            notes.append(f"{what.capitalize()} in fp32: {plain / run.typical('sent_bytes'):.2f} times a median step.")
     return Figure("Bytes on the wire", legend, chart.svg(), notes)
 
 

@@ -7,9 +7,12 @@ import os
 import re
 import signal
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.workers import HANG_S, run_workers
 from thinwire.codecs import Identity
@@ -46,6 +49,18 @@ def one_rank_goes(rank: int, world_size: int, local_size: int, how: int, timeout
         comm.wait(comm.all_gather(x, Identity()))
     time.sleep(1.0)
     return str(caught.value), [line for line in said.lines if "has waited" in line]
+
+
+def test_a_wait_that_is_no_fault_says_why() -> None:
+    wire: Any = SimpleNamespace(rank=1, timeout_s=9.0, global_ranks=[0, 1], name="rank {}".format, store=dist.HashStore)
+    said, watch = list[str](), patience.Patience()
+    watch.announce = said.append
+    one = patience.LongWait(wire, 0, "gather 4", 0.0, 1.0)
+    with watch.because("rank 0 measures"):
+        watch._tell(one, 31.0)
+    watch._tell(one, 62.0)
+    assert "has waited 31 s for rank 0 (gather 4), because rank 0 measures; after 9 s" in said[0]
+    assert "because" not in said[1]
 
 
 @pytest.mark.parametrize("local_size", [1, 2, 4])

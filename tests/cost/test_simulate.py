@@ -35,6 +35,17 @@ def test_ranks_share_cores_and_their_memory() -> None:
     assert simulate(alone(2, 1.0), machine(2, 2.0, speeds=(1.0, 0.5))).makespan_s == pytest.approx(2.0)
 
 
+def test_a_part_of_a_machine_computes_while_the_others_do() -> None:
+    made = machine(4, 2.0, contention=0.5)
+    for part, num in ((made.part([0]), 1), (made.part([2, 3]), 2), (made.part([0, 1]).part([1]), 1)):
+        assert simulate(alone(num, 1.0), part).makespan_s == pytest.approx(3.0)
+    # A core for each: their memory is shared all the same.
+    assert simulate(alone(1, 1.0), machine(2, 2.0, contention=0.5).part([1])).makespan_s == pytest.approx(1.5)
+    assert machine(2, 2.0, contention=0.5).cores.slowdown(0, 1) == 1.0
+    with pytest.raises(ConfigError, match="one number for each"):
+        Cores((0,), (2.0,), parts=(1.0, 1.0))
+
+
 def test_gpus_compute_and_pack_beside_the_cores() -> None:
     """Cores that ranks share make messages longer, and nothing that a GPU does."""
     gpu: dict[str, Any] = {"device": "NVIDIA H100", "threads": 8}

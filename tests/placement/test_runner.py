@@ -16,6 +16,7 @@ from tests.workers import run_rows
 from thinwire.cost import Cores, Machine, Network
 from thinwire.placement import Placement
 from thinwire.placement.plan import BACKWARD, FORWARD
+from thinwire.placement.runner import copy_rows
 from thinwire.placement.trace import trace
 
 STEPS = 2
@@ -120,6 +121,9 @@ def _copies(rank: int, world_size: int, name: str) -> dict[str, Any]:
     placement = thinwire.place(model, inputs, machine(2), "m-etf", seconds=seconds(model, inputs))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     own = placement.apply(optimizer, mesh["stage"], announce=False)
+    here = mesh["stage"].mesh.tolist()
+    assert copy_rows(here) == [("copy of the model", f"on ranks {here[0]}, {here[1]}", "of 4 ranks in all")]
+    assert not copy_rows(range(4))
     method = {"zero": thinwire.Zero(), "sdp4bit": thinwire.SDP4Bit()}[name]
     model, sharded = thinwire.zero(model, optimizer, method, axis=own.axis(mesh), announce=False)
     norms, losses = [], []

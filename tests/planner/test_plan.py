@@ -224,8 +224,9 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     lacking = replace(machine(FAST), rates={"layer 512 fp32": 1e9, "copy": 1e9})
     with pytest.raises(ConfigError, match="'encode fp32' was not measured; nearest: thinwire calibrate --codecs fp32"):
         planned(lacking)
-    with pytest.raises(ConfigError, match="layers in bf16 were not measured"):
-        planned(lacking, dtype="bf16")
+    # Nothing is told of disks, which would not help.
+    with pytest.raises(ConfigError, match=r"^layers in bf16 were not measured [^\n]*, with --dtypes fp32 bf16$"):
+        planned(lacking, dtype="bf16", memory_bytes=8e9)
 
 
 def test_memory_counts_the_loss_and_the_type_that_the_run_takes() -> None:
@@ -377,6 +378,9 @@ def test_what_cannot_run_yet_is_priced_shown_and_never_chosen(capsys: pytest.Cap
     assert "All of it is for fp32" in printed and "has one rank" not in printed
     one_rank = replace(found.machine.part([0]), rates={**found.machine.rates, "layer 64 bf16": 1e9})
     assert [line.partition(",")[0] for line in not_measured(one_rank)] == ["The machine has one rank"]
+    busy = [*not_measured(replace(found.machine, core_share=0.24))]
+    assert "a rank got a core for 24% of the time, and the rates are too low" in busy[0] and "Warning" not in printed
+    assert json.loads(replace(found, machine=replace(found.machine, core_share=0.24)).to_json())["core_share"] == 0.24
     assert f"Objective: {found.objective.why}." in printed and found.objective.why.startswith("seconds")
     rows = {effect: why for asked, effect, why in found.rows("--strategy auto") if asked == "priced, not chosen"}
     assert any("pipeline=2,sequence=2" in effect for effect in rows)
@@ -417,6 +421,15 @@ def test_islands_are_candidates_where_they_are_named() -> None:
             assert sent == pytest.approx(sum(whole.sent.values()), rel=1e-3)
     # A part of an exchange, each step: fewer bytes over the slow links than any other way sends.
     assert found.best.terms["exposed_comm_s"] < 0.1 * found.search.fastest[-1].terms["exposed_comm_s"]
+
+
+def test_islands_share_the_cores_of_their_machine_as_other_ways_do() -> None:
+    made = replace(near(FAST), cores=Cores((0,) * 4, (2.0,), 0.3))
+    found = small(made, strategies=["sparseloco", "zero"], has_settings=False, stages=1)
+    computes = {
+        way.candidate.mesh: way.terms["compute_s"] for way in found.search.fastest if way.candidate.micro_batch == 2
+    }
+    assert computes["island=4"] == pytest.approx(computes["data=4"], rel=0.2)
 
 
 def test_islands_of_several_machines_are_priced_and_not_chosen() -> None:

@@ -93,6 +93,11 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert platform.node() in page and f"thinwire train {tmp_path}/config.toml --run-dir {tmp_path}-2<" in page
     assert re.search(r"<dt>ended</dt><dd>20\d\d-\d\d-\d\d \d\d:\d\d", page)
     assert not re.search(r"(?:src|href)=|url\(|@import|<script", page), "the page must be self-contained"
+    # Where ranks send more than gradients and weights.
+    summary = SUMMARY | {"uncompressed_of": "whole models"}
+    page = write_report(write_run(tmp_path, [row(1), row(2)], summary)).read_text()
+    assert "7.00 times less than whole models in fp32" in page and "whole models (fp32): 63 MB" in page
+    assert "Whole models in fp32: 7.00 times a median step." in page
 
 
 def test_marks_stand_at_their_values(tmp_path: Path) -> None:

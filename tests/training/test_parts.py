@@ -106,6 +106,24 @@ def test_figures_are_of_the_steps_since_the_resume(tmp_path: Path, capsys: pytes
             assert "no step was left to take" in printed and summary["uncompressed_bytes_per_step"] == 1600
 
 
+def test_bytes_are_beside_those_of_what_would_send_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ending = {"skipped_steps": 0, "heldout_loss": None, "stopped": "", "sample": "", "parameters": 1}
+    for mesh, strategy, words in (
+        ("data=2", "zero", "sent in a median step: 400 B, in fp32 1.60 kB: 4.0 times fewer bytes"),
+        ("data=1,expert=2", "zero", "400 B, whole models that average gradients in fp32 1.60 kB: 4.0 times"),
+        ("data=1,sequence=2", "zero", "400 B, whole models that average gradients in fp32 1.60 kB: 4.0 times"),
+        ("data=2", "diloco", "sent in a mean step: 400 B"),
+    ):
+        config = TrainConfig(run_dir=str(tmp_path), tokens_per_step=10, workers=2, mesh=mesh, strategy=strategy)
+        reporter = Reporter(config, first_step=0, world_size=2, uncompressed_bytes=1600.0, rows=[])
+        for step in (1, 2, 3):
+            reporter.step(replace(record(step), sent_bytes=400))
+        reporter.finish(step=3, peak_rss_bytes=1, **ending)  # type: ignore[arg-type]
+        assert words in capsys.readouterr().out
+        assert ("whole models" in (tmp_path / "report.html").read_text()) == ("data=1" in mesh)
+        (tmp_path / "metrics.jsonl").unlink()
+
+
 def test_changes_of_membership_stand_between_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     changes = [MembershipEvent(step, step, [0], [1], [], 1.5, "nothing") for step in (1, 3)]

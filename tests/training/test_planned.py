@@ -17,6 +17,7 @@ from thinwire.report.run import read_run
 from thinwire.run.config import TrainConfig, range_errors
 from thinwire.training import planned
 from thinwire.training.planned import Planned, other_nodes, read_plan
+from thinwire.training.reporter import Reporter
 
 HOSTS = ["a", "b", "c"]
 RANKS: Any = SimpleNamespace(rank=0, world_size=3, broadcast_=lambda x: x, wait=lambda x: x)
@@ -71,6 +72,24 @@ def test_links_that_have_changed_are_named(plan: Path, monkeypatch: pytest.Monke
     page = plan_table(read_run(plan.parent / "run"))
     assert "the border between computing and waiting is not predicted" in page
     assert "0 to 2" in page and "-90 %" in page and "<td>step_s</td><td>1 s</td><td>1.50 s</td><td>50 %</td>" in page
+
+
+def test_a_run_names_a_plan_whose_rates_are_too_low(
+    plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planned, "measured_rates", lambda comm, wanted, grid: Network.even(3, 12.5e6))
+    warnings: list[str] = []
+    for share, told in ((0.24, 1), (0.9, 0)):
+        warnings.clear()
+        plan.write_text(json.dumps(json.loads(plan.read_text()) | {"core_share": share}))
+        Planned(config(plan), RANKS, warnings.append)
+        assert sum("a rank got a core for 24% of the time" in each for each in warnings) == len(warnings) == told
+        reporter = Reporter(config(plan), first_step=0, world_size=3, uncompressed_bytes=0.0, rows=[])
+        reporter._say_plan(0.5)
+        reporter.close()
+        printed = capsys.readouterr().out
+        assert "the plan predicted 1 s a step, and it took 0.5 s in the median: 50% less" in printed
+        assert printed.count("and the rates are too low); part by part") == told
 
 
 def test_a_link_over_another_way_is_named(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

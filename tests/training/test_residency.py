@@ -176,6 +176,22 @@ def test_the_nearest_budget_is_large_enough() -> None:
     assert residency.memory_bytes is not None and residency.memory_bytes < 1.02 * floor.num_bytes
 
 
+def test_a_floor_says_what_a_build_for_gpus_takes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    skeleton = build_skeleton("demo", 256, 256)
+    config = TrainConfig(model="demo", workers=2, store="/var/tmp", memory="600mb")
+
+    def told(data: int, build: str | None, num_gpus: int) -> bool:
+        monkeypatch.setattr("thinwire.run.residency.process_memory", lambda: replace(USUAL, data=data))
+        monkeypatch.setattr("torch.version.cuda", build)
+        monkeypatch.setattr("thinwire.methods.memory.floor.num_gpus", lambda: num_gpus)
+        with pytest.raises(ConfigError, match="below the floor of") as error:
+            Floor.of(*resolved(Run.of(config), skeleton)).check(1)
+        return "torch's CPU build: this one is for CUDA 13.0, and about 520 MB of the process" in str(error.value)
+
+    assert told(10**9, "13.0", 0)
+    assert not told(10**9, "13.0", 1) and not told(10**9, None, 0) and not told(USUAL.data, "13.0", 0)
+
+
 def test_where_all_lies_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "demo", "--nodes", "4", "--micro-batch", "1", "--memory", "600mb", "--disk-rate", "100MB/s"]
     assert run_explain([*words, "--strategy", "sdp4bit", "--gflops", "10"]) == 0

@@ -20,9 +20,10 @@ from torch import Tensor
 from thinwire.calibration.links import probed, shared_rates
 from thinwire.calibration.work import NUM_LEAST, Probe, probes, repeated
 from thinwire.collectives import Communicator
+from thinwire.collectives.patience import patience
 from thinwire.cost import Cores, Machine
 from thinwire.cost.graph import CARRY, ROUND
-from thinwire.cost.machine import CPU, launch_of
+from thinwire.cost.machine import CPU, launch_of, starved
 from thinwire.device import Device
 from thinwire.models.llama import PRESETS, LlamaConfig
 
@@ -33,8 +34,6 @@ CODECS = (
     "int8/128:bf16+hadamard32", "int8/64:nearest", "int4/64",
 )  # fmt: skip
 NUM_ROUNDS = 40
-# Work that waits for nothing but a core has one all the time.
-LEAST_BUSY = 0.8
 DISK_BYTES = 1 << 26
 
 
@@ -75,15 +74,15 @@ def calibrate(
     say("measuring links ...")
     network, scatter = probed(comm)
     share, carried = shared_rates(comm, network)
-    say("measuring computing and packing ...")
+    say("measuring computing and packing, on one rank of each machine while the others wait ...")
     found = probes(layers, dtypes, codecs, device)
     is_first = hosts.index(hosts[comm.rank]) == comm.rank
-    alone, counts, busy = _alone(comm, found, is_first, longest_s)
-    if device.kind == CPU and busy < LEAST_BUSY:
-        say(
-            f"warning: a rank that should compute without a pause got a core for {busy:.0%} of the time. Other "
-            "programs keep the cores busy, and the rates are too low: measure again when they have ended"
-        )
+    with patience().because(f"rank {hosts.index(hosts[comm.rank])} measures what this machine computes"):
+        alone, counts, busy = _alone(comm, found, is_first, longest_s)
+    # A GPU needs no core to compute.
+    core_share = busy if device.kind == CPU else 1.0
+    if told := starved(core_share):
+        say(f"warning: {told}; measure again when they have ended")
     slowdown = _together(comm, found[0], float(alone[comm.rank, 0]))
     # Of each machine's first rank, for all of its ranks.
     own = torch.stack([alone[hosts.index(host)] for host in hosts])
@@ -104,6 +103,7 @@ def calibrate(
         memory_bytes=memory, base_bytes=_largest(comm, base), disk=_disk(comm, folder, is_first),
         measured_at=datetime.now().astimezone().isoformat(timespec="seconds"), device=device.name,
         scatter=scatter, repeats={probe.kind: num for probe, num in zip(found, counts, strict=True)},
+        core_share=core_share,
     )  # fmt: skip
 
 

@@ -65,7 +65,17 @@ class Patience:
         self._waits: set[LongWait] = set()
         self._over: list[LongWait] = []
         self._longest_s = 0.0
+        self._why = ""
         threading.Thread(target=self._look, name="thinwire-patience", daemon=True).start()
+
+    @contextmanager
+    def because(self, why: str) -> Iterator[None]:
+        """Around long waits that are no fault. why: what the awaited rank does."""
+        self._why = why
+        try:
+            yield
+        finally:
+            self._why = ""
 
     @contextmanager
     def wait(self, wire: WaitingWire, peer: int, operation: str) -> Iterator[None]:
@@ -102,9 +112,10 @@ class Patience:
         chain: list[str] = []
         was_told = _beside(_follow, wait, chain)
         which = "".join(f", which waits for {name}" for name in chain)
+        because = f", because {self._why}" if self._why else ""
         me, peer = wait.wire.name(wait.wire.rank), wait.wire.name(wait.peer)
         text = (
-            f"thinwire: {me} has waited {waited_s:.0f} s for {peer}{which} ({wait.operation}); after "
+            f"thinwire: {me} has waited {waited_s:.0f} s for {peer}{which} ({wait.operation}){because}; after "
             f"{wait.wire.timeout_s:g} s without a message the run ends"
         )
         if self.announce is not None and not was_told:

@@ -20,6 +20,18 @@ LAYER, MIXTURE = "layer", "mixture-layer"
 ANEW = "thinwire calibrate writes it anew"
 # The name of the device where no GPU computes.
 CPU = "cpu"
+# Work that waits for nothing but a core has one all the time.
+LEAST_BUSY = 0.8
+
+
+def starved(core_share: float) -> str:
+    """What to know of rates that were measured while a rank had a core for this share of the time; empty: nothing."""
+    if core_share >= LEAST_BUSY:
+        return ""
+    return (
+        f"other programs kept the cores busy while the machine was measured: a rank got a core for {core_share:.0%} of "
+        "the time, and the rates are too low"
+    )
 
 
 def launch_of(layer: str) -> str:
@@ -53,6 +65,7 @@ class Machine:
         scatter: of each link, what the slower of its probes took beyond the faster one, as a share of it; empty: not
             known.
         repeats: of each kind of work in `rates`, the number of timed runs of which the median was taken.
+        core_share: share of the time in which a rank that measured its work had a core, the smallest of any machine.
     """
 
     names: tuple[str, ...]
@@ -72,6 +85,7 @@ class Machine:
     latencies_ns: tuple[tuple[float, float], ...] = ()
     scatter: tuple[tuple[float, ...], ...] = ()
     repeats: Mapping[str, int] = field(default_factory=dict)
+    core_share: float = 1.0
 
     @property
     def num_ranks(self) -> int:
@@ -125,16 +139,28 @@ class Machine:
         known = [each.split() for each in self.rates if each.endswith(dtype)]
         widths = [int(words[1]) for words in known if words[0] == kind]
         if not widths:
-            near = "" if kind == LAYER else ", with its preset among --models"
-            raise ConfigError(f"{kind}s in {dtype} were not measured on this machine; calibrate it anew{near}")
+            near = [] if known else ["--dtypes fp32 bf16"]
+            near += [] if kind == LAYER else ["its preset among --models"]
+            raise ConfigError(
+                f"{kind}s in {dtype} were not measured on this machine; calibrate it anew, with {' and '.join(near)}"
+            )
         nearest = min(widths, key=lambda each: abs(math.log(each / width)))
         return f"{kind} {nearest} {dtype}"
 
     def part(self, ranks: Sequence[int]) -> Machine:
-        """Some of the ranks, in this order, each with an even share of its machine's cores."""
+        """Some of the ranks, in this order, each with an even share of its machine's cores.
+
+        The other ranks do the same as these at the same time.
+        """
         hosts = [self.cores.hosts[rank] for rank in ranks]
         left = list(dict.fromkeys(hosts))
-        num = tuple(self.cores.num[host] * hosts.count(host) / self.cores.hosts.count(host) for host in left)
+        shares = [hosts.count(host) / self.cores.hosts.count(host) for host in left]
+        parts = [self.cores.parts[host] if self.cores.parts else 1.0 for host in left]
+        cores = Cores(
+            tuple(left.index(host) for host in hosts),
+            tuple(self.cores.num[host] * share for host, share in zip(left, shares, strict=True)),
+            self.cores.contention, tuple(part / share for part, share in zip(parts, shares, strict=True)),
+        )  # fmt: skip
         net = self.network
 
         def rows(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
@@ -144,7 +170,7 @@ class Machine:
         return replace(
             self, names=tuple(self.names[rank] for rank in ranks),
             network=Network(nodes, rows(net.rates), rows(net.delays_s), net.burst_s),
-            cores=Cores(tuple(left.index(host) for host in hosts), num, self.cores.contention),
+            cores=cores,
             speeds=tuple(self.speeds[rank] for rank in ranks) if self.speeds else (),
             scatter=rows(self.scatter) if self.scatter else (),
         )  # fmt: skip

@@ -41,6 +41,7 @@ def rules_for(num_ranks: int) -> dict[str, Check]:
     }  # fmt: skip
     cores = {
         "hosts": listed(whole(0), num_ranks), "num": listed(number(above=True, endless=True)), "contention": number(),
+        "parts": optional(listed(number(above=True))),
     }  # fmt: skip
 
     def of_cores(key: str, value: Any) -> Iterator[str]:
@@ -65,6 +66,7 @@ def rules_for(num_ranks: int) -> dict[str, Check]:
         "latencies_ns": listed(listed(number(), 2)),
         "scatter": optional(table(number(), num_ranks)),
         "repeats": named(whole(1)),
+        "core_share": number(above=True),
     }
 
 

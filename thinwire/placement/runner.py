@@ -68,7 +68,7 @@ class Placed:
         self.weights = self._take_part(optimizer)
         self.model.forward = self._forward
         if announce and self.rank == 0:
-            announce_table([*describe(), *self._notes(plan == own.plan)])
+            announce_table([*copy_rows(ranks), *describe(), *self._notes(plan == own.plan)])
 
     def axis(self, mesh: DeviceMesh, data: str = "data") -> Axis:
         """The axis for `thinwire.zero(model, optimizer, method, axis=...)`: copies average along `data`.
@@ -318,3 +318,10 @@ def keep_alone(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         for param in (param for param in group["params"] if id(param) not in kept):
             optimizer.state.pop(param, None)
         group["params"] = [param for param in group["params"] if id(param) in kept]
+
+
+def copy_rows(ranks: Sequence[int]) -> list[Row]:
+    """A row about which copy of the model these ranks hold, if there are several: each prints a table of its own."""
+    if not dist.is_initialized() or dist.get_world_size() == len(ranks):
+        return []
+    return [("copy of the model", f"on ranks {', '.join(map(str, ranks))}", f"of {dist.get_world_size()} ranks in all")]

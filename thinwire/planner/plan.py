@@ -158,7 +158,9 @@ def nothing_fits(found: Search, pricing: Pricing, memory: float, fits: Callable[
     floors = floors_on_disk(found, pricing)
     needs = [*floors.values(), *(each.memory_bytes for each in found.too_large if not each.candidate.memory)]
     if not needs:
-        return ConfigError(*found.refused)
+        # Nothing was too large, so a disk would not help: that it can't be used is told where it is asked for.
+        inside = [why for why, ways in found.refused.items() if not all(way.is_resident for way in ways)]
+        return ConfigError(*(inside or found.refused))
     # Why no part can lie on a disk is told; that a mesh fits no model is no fault of the memory, and floors of single
     # ways would be told beside the least of all.
     others = [why for why, ways in found.refused.items() if not floors and any(way.is_resident for way in ways)]

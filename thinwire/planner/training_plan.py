@@ -129,7 +129,8 @@ class TrainingPlan:
         return json.dumps({
             "flags": self.flags_of(best.candidate), "order": best.order, "predicted": self.predicted,
             "memory": None if best.counted is None else asdict(best.counted),
-            "measured_at": self.machine.measured_at, "nodes": network.nodes, "names": self.machine.names,
+            "measured_at": self.machine.measured_at, "core_share": self.machine.core_share,
+            "nodes": network.nodes, "names": self.machine.names,
             "candidates": shown,
             "not_chosen": aside, "objective": self.objective.why,
             "rates": rows(lambda a, b: network.rates[a][b]), "delays_s": rows(lambda a, b: network.delays_s[a][b]),

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from thinwire.calibration.process import USUAL
 from thinwire.cost import Machine
-from thinwire.cost.machine import LAYER
+from thinwire.cost.machine import LAYER, starved
 from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.pipeline.across import STAGES
@@ -155,6 +155,8 @@ def show(found: TrainingPlan) -> None:
 
 def not_measured(machine: Machine) -> Iterator[str]:
     """Sentences about what the machine's file does not hold, and a plan for it can't know."""
+    if told := starved(machine.core_share):
+        yield f"Warning: {told}. Measure again when they have ended, by `thinwire calibrate`."
     if machine.num_ranks == 1:
         yield (
             "The machine has one rank, so nothing is sent. To plan for several machines, run `thinwire calibrate` on "
@@ -163,7 +165,7 @@ def not_measured(machine: Machine) -> Iterator[str]:
     if not any(kind.startswith(f"{LAYER} ") and kind.endswith(" bf16") for kind in machine.rates):
         yield (
             "All of it is for fp32: bf16 was not measured, and may be several times as fast. To plan for it: `thinwire "
-            "calibrate --dtypes bf16`, then `thinwire plan --dtype bf16`."
+            "calibrate --dtypes fp32 bf16`, then `thinwire plan --dtype bf16`."
         )
 
 

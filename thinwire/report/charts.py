@@ -127,9 +127,10 @@ def bytes_figure(run: RunFiles) -> Figure:
     notes = ["Payload that rank 0 sent."]
     if math.isfinite(plain):
         chart.rule(plain / size, "plain")
-        legend.append(("plain", f"uncompressed (fp32): {bytes_text(plain)}"))
+        legend.append(("plain", f"{run.uncompressed_of or 'uncompressed'} (fp32): {bytes_text(plain)}"))
         if run.is_typical and run.typical("sent_bytes") > 0:
-            notes.append(f"Gradients and weights in fp32: {plain / run.typical('sent_bytes'):.2f} times as much.")
+            what = run.uncompressed_of or "gradients and weights"
+            notes.append(f"{what.capitalize()} in fp32: {plain / run.typical('sent_bytes'):.2f} times a median step.")
     return Figure("Bytes on the wire", legend, chart.svg(), notes)
 
 

@@ -146,9 +146,15 @@ def warning(run: RunFiles) -> str:
     return f"<p class=warning>{text(' '.join(reasons))}</p>" if reasons else ""
 
 
-def beside_plain(sent: float, plain: float) -> str:
-    """Bytes beside those of fp32: fewer with compression, more where an axis sends what is no gradient."""
-    return f"{plain / sent:.2f} times less than fp32" if sent <= plain else f"{sent / plain:.2f} times as much as fp32"
+def beside_plain(sent: float, plain: float, of: str = "") -> str:
+    """Bytes beside those of fp32: fewer with compression, more where an axis sends what is no gradient.
+
+    of: what would send these in fp32; empty: the run itself.
+    """
+    name = f"{of} in fp32" if of else "fp32"
+    return (
+        f"{plain / sent:.2f} times less than {name}" if sent <= plain else f"{sent / plain:.2f} times as much as {name}"
+    )
 
 
 def headline(run: RunFiles) -> str:
@@ -160,10 +166,10 @@ def headline(run: RunFiles) -> str:
     spent_s = sum(value for _, value in run.series("step_s") if math.isfinite(value))
     so_far = run.last("tokens") / spent_s if spent_s else math.nan
     tokens_per_s = number(run.summary.get("tokens_per_s", so_far))
-    less = beside_plain(sent, plain) if plain > 0 and run.is_typical and sent > 0 else PAYLOAD
+    less = beside_plain(sent, plain, run.uncompressed_of) if plain > 0 and run.is_typical and sent > 0 else PAYLOAD
     cards = [
         ("held-out loss" if math.isfinite(heldout) else "last training loss", _loss(loss), "nats per token"),
-        ("sent per step", bytes_text(sent), less),
+        ("sent in a median step", bytes_text(sent), less),
         ("step", seconds_text(step_s), f"median; {short(tokens_per_s)} tokens/s"),
         ("waiting", percent_text(exposed / step_s if step_s > 0 else math.nan), "of a step, for communication"),
     ]

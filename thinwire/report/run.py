@@ -43,6 +43,11 @@ class RunFiles:
     def name(self) -> str:
         return self.path.resolve().name
 
+    @property
+    def uncompressed_of(self) -> str:
+        """Of what the bytes of a step in fp32 are, such as whole models; empty: of the run itself."""
+        return str(self.summary.get("uncompressed_of") or "")
+
     def series(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of every step that has the key. Values that are not numbers become NaN."""
         return [(number(row["step"]), number(row[key])) for row in self.steps if key in row]

@@ -17,6 +17,7 @@ from thinwire.collectives import Communicator, Topology
 from thinwire.collectives.store_gather import of_all_ranks, told_by_first
 from thinwire.cost import Network
 from thinwire.cost.drift import drifted_s, moved_s
+from thinwire.cost.machine import starved
 from thinwire.errors import ConfigError
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
@@ -62,6 +63,12 @@ def other_nodes(content: Mapping[str, Any], names: Sequence[str]) -> str:
     return f"made for the nodes {', '.join(was)}, in this order, and the run is on {', '.join(now)}"
 
 
+def core_share_of(content: Mapping[str, Any]) -> float:
+    """The share of the time in which a rank had a core while a plan's machine was measured; 1: the plan has none."""
+    found = content.get("core_share")
+    return found if isinstance(found, float) else 1.0
+
+
 def rows_by_rank(table: Any) -> dict[tuple[int, int], float]:
     """The numbers of a table of ranks in plan.json, by (from, to); empty: the plan has none."""
     rows = table if isinstance(table, list) else []
@@ -84,6 +91,8 @@ class Planned:
         self.content: dict[str, Any] = read_plan(config, num_islands) if comm.rank == 0 else {}
         self._compare_nodes()
         if not self.is_fresh:
+            if told := starved(core_share_of(self.content)):
+                self.warn(f"the plan: {told}; thinwire calibrate measures anew")
             self.compare_links("since the plan was made")
 
     def _compare_nodes(self) -> None:

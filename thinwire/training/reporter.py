@@ -10,6 +10,7 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
+from thinwire.cost.machine import starved
 from thinwire.data import printable
 from thinwire.errors import UnsavedError
 from thinwire.options import has_islands
@@ -31,9 +32,12 @@ from thinwire.report.units import bytes_text, seconds_text
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
+from thinwire.training.planned import core_share_of
 
 # Of summary.json: what belongs to the layout that took the steps.
-OF_A_STEP = ("sent_by", "uncompressed_bytes_per_step")
+OF_A_STEP = ("sent_by", "uncompressed_bytes_per_step", "uncompressed_of")
+# Of what the bytes in fp32 are, where ranks send more than gradients and weights.
+WHOLE_MODELS = "whole models that average gradients"
 
 
 class Reporter:
@@ -53,7 +57,8 @@ class Reporter:
         self.metrics = MetricsWriter(self.run_dir.metrics, first_step)
         self.has_stages = config.mesh_shape.pipeline > 1
         # Ranks then send more than gradients and weights.
-        self.cuts_work = self.has_stages or config.mesh_shape.sequence > 1
+        sizes = config.mesh_shape.sizes
+        self.cuts_work = any(sizes.get(axis, 1) > 1 for axis in ("pipeline", "sequence", "expert"))
         sender = "rank 0" if self.has_stages else ""
         self.progress = Progress(config.steps, self.tokens_per_step, uncompressed_bytes, sender)
         self.trackers = open_trackers(config.track, self.run_dir.path, asdict(config), self.progress.warn)
@@ -132,6 +137,7 @@ class Reporter:
             "expert_rows": expert_rows,
             "last_exchange_bytes": self.last_bytes,
             "uncompressed_bytes_per_step": self.uncompressed_bytes,
+            "uncompressed_of": WHOLE_MODELS if self.cuts_work else "",
             "strategy": self.config.strategy,
             "world_size": self.world_size,
             "parameters": parameters,
@@ -193,9 +199,11 @@ class Reporter:
             beside = (
                 ", without those of the tensor axis, which torch sends" if self.config.mesh_shape.tensor > 1 else ""
             )
-            instead = "whole models that average gradients in " if self.cuts_work else "in "
+            instead = f"{WHOLE_MODELS} in " if self.cuts_work else "in "
+            step = "in a mean step" if has_islands(self.config.strategy) else "in a median step"
+            step = step if self._is_typical else "in a step"
             beside = f"{ratio} bytes{beside}" if self._is_typical else f"one step is no measure of the ratio{beside}"
-            say(f"sent {by}per step: {bytes_text(sent)}, {instead}fp32 {bytes_text(plain)}: {beside}")
+            say(f"sent {by}{step}: {bytes_text(sent)}, {instead}fp32 {bytes_text(plain)}: {beside}")
         if self.config.plan and summary["step_s"]:
             self._say_plan(summary["step_s"])
         if predicted := summary["predicted_pipeline_s"]:
@@ -215,9 +223,11 @@ class Reporter:
     def _say_plan(self, step_s: float) -> None:
         """Say what the run's plan predicted of a step; nothing if its file has been spoilt."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            predicted = float(json.loads(self.run_dir.plan.read_text())["predicted"]["step_s"])
+            plan = json.loads(self.run_dir.plan.read_text())
+            predicted = float(plan["predicted"]["step_s"])
             differs = f"{abs(step_s / predicted - 1):.0%} {'more' if step_s > predicted else 'less'}"
             told = f"the plan predicted {predicted:.3g} s a step, and it took {step_s:.3g} s in the median: {differs}"
+            told += f" ({busy})" if (busy := starved(core_share_of(plan))) else ""
             self.progress.say(f"{told}; part by part in the report")
 
     def close(self) -> None:

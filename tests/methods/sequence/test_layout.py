@@ -90,6 +90,7 @@ def test_auto_takes_what_the_links_carry_soonest() -> None:
     assert str(choose_layout(auto, few_keys, 2, measured)[0]) == "ulysses"
     # Where ranks have no head of their own, keys must travel.
     assert choose_layout(SequenceParallel(8), Shape(4, 4, 64, 4096), 1)[0].ulysses <= 4
+    assert choose_layout(SequenceParallel(4, method="ring"), few_keys, 1)[1] == "", "a run that chose it states it too"
     rows = facts(auto, few_keys, 4096, 2, 1)
     assert rows[0][:2] == ("sequence method auto", "ring") and "75.497 MB" in rows[1][1]
 

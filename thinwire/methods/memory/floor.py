@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+from thinwire.calibration.process import USUAL
+from thinwire.device import num_gpus
 from thinwire.errors import ConfigError
 from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, KEEP, PASSING_SHARE, Residency
 from thinwire.methods.memory.setup import NUM_STATES, Setup
@@ -121,10 +124,21 @@ class Floor:
         raise ConfigError(
             f"{'--' if '--' in spelled else ''}memory of {memory_bytes / 1e6:.0f} MB is below the floor of "
             f"{self.num_bytes / 1e6:.0f} MB: {listed}{'' if self.is_whole else ', before activations'}; nearest: "
-            f"{spelled.format(f'{least}mb')}{ranks}"
+            f"{spelled.format(f'{least}mb')}{ranks}{cuda_build(process)}"
         )
 
 
 def num_held(residency: Residency) -> int:
     """Buckets of weights in memory at a time. Under a budget, those that fit stay besides, after the first steps."""
     return NUM_UNBOUNDED if residency.memory_bytes is None else NUM_BUCKETS
+
+
+def cuda_build(process_bytes: int) -> str:
+    """What of a process torch's CUDA build takes, in words; empty: it is another build, or there is a GPU for it."""
+    more = process_bytes - USUAL.data
+    if torch.version.cuda is None or num_gpus() or more <= 0:
+        return ""
+    return (
+        f", or torch's CPU build: this one is for CUDA {torch.version.cuda}, and about {more / 1e6:.0f} MB of the "
+        "process are there for GPUs, of which it sees none"
+    )

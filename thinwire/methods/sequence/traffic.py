@@ -164,7 +164,8 @@ def choose_layout(
                 f"method {options.method!r}: {layout.ulysses} ranks that exchange heads must fill nodes of "
                 f"{local_size} ranks, or lie inside of one; nearest: method 'ring'"
             )
-        return layout, "stated"
+        # Who has stated it is not known here.
+        return layout, ""
     network = network or assumed(ranks, local_size)
     traffic = {each: sent(each, shape, *codecs) for each in candidates(shape, ranks, local_size)[::-1]}
     seconds = {each: link_seconds(each, bytes_of_pairs, network) for each, bytes_of_pairs in traffic.items()}

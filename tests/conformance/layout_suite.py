@@ -103,7 +103,7 @@ ROWS: dict[str, Row] = {
     "sdp4bit-heads": Row(SHARED, thinwire.SDP4Bit(), optimizer="adamw", drift=0.1),
     "sdp4bit-ring": Row(
         {"data": 1, "sequence": 2, "expert": 2}, thinwire.SDP4Bit(), spread(dispatch="int8"),
-        SequenceParallel(2, "ring", activations="int8", gradients="int8"), "adamw", drift=0.1,
+        SequenceParallel(2, "ring", wire="int8", gradients="int8"), "adamw", drift=0.1,
     ),
     "zero-bf16": Row(PAIRS, thinwire.ZeroBF16(), optimizer="adamw", drift=0.1),
     "zero-compressed": Row(PAIRS, thinwire.ZeroCompressed("int8/64"), optimizer="adamw", drift=0.1),

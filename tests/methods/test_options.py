@@ -86,7 +86,11 @@ def test_fp32_sends_a_tensor_as_it_is() -> None:
     packet = Crossing("fp32", "bf16").pack("forward", x, 0, 0)
     assert packet.numel() == 2 * x.numel() == Crossing().packet_bytes("forward", x.numel(), x.dtype)
     assert torch.equal(Crossing().unpack("forward", packet, x.shape, x.dtype), x)
-    for options in (Pipeline(forward="fp32"), SequenceParallel(2, activations="fp32"), ExpertParallel(dispatch="fp32")):
+    assert Crossing("exact", "bf16").pack("forward", x, 0, 0).numel() == 2 * x.numel()
+    assert SequenceParallel(4, method="auto", wire="exact").codecs == ()
+    # Nothing travels there, so its word is no wish.
+    assert ExpertParallel(move="experts", dispatch="exact").codecs == ()
+    for options in (Pipeline(forward="fp32"), SequenceParallel(2, wire="fp32"), ExpertParallel(dispatch="fp32")):
         assert not any(isinstance(codec, Identity) for codec in options.codecs)
 
 
@@ -94,8 +98,9 @@ def test_fp32_sends_a_tensor_as_it_is() -> None:
     ("cls", "options", "words"),
     [
         (SequenceParallel, {"gradients": "int8/64+zstd"}, "all have the size it promises; nearest: 'int8/64'"),
-        (SequenceParallel, {"activations": "int8/64:stochastic+zstd"}, "not at random; nearest: 'int8/64:nearest'"),
-        (ExpertParallel, {"dispatch": "exact"}, "dispatch 'exact' of ExpertParallel: no codec is called 'exact'"),
+        (SequenceParallel, {"wire": "int8/64:stochastic+zstd"}, "not at random; nearest: 'int8/64:nearest'"),
+        (EF21, {"codec": "exact"}, "codec 'exact' of EF21: no codec is called 'exact'"),
+        (ExpertParallel, {"dispatch": "exactly"}, "dispatch 'exactly' of ExpertParallel: no codec is called"),
         (Pipeline, {"forward": 8}, "forward 8 of Pipeline: must be a string$"),
         (EF21, {"codec": "topk1%+zstd"}, "all have the size it promises; nearest: 'topk1%"),
     ],

@@ -44,6 +44,15 @@ def test_loss_is_the_mean_cross_entropy_in_fp32() -> None:
     assert model(tokens, targets).item() == pytest.approx(expected.item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("num_sequences", [0, 2])
+def test_a_text_without_targets_has_loss_0_and_no_gradient(num_sequences: int) -> None:
+    model, tokens = Llama(TINY), torch.zeros(num_sequences, 8, dtype=torch.int64)
+    loss = model(tokens, torch.full_like(tokens, -100))
+    loss.backward()
+    assert loss == 0
+    assert all(not param.grad.any() for param in model.parameters() if param.grad is not None)
+
+
 def test_a_position_sees_only_the_past() -> None:
     model = Llama(TINY)
     tokens = some_tokens(1, 16)

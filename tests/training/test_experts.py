@@ -119,7 +119,11 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
         ("--workers 4 --experts.parallel 4 --moe.num-local-experts 6", "each rank needs as many of the 6 experts"),
         (
             "--workers 4 --experts.parallel 4 --moe.num-local-experts 6",
-            "nearest: --experts.parallel 3 or 2, or --experts.slices 2",
+            "nearest: --experts.parallel 2, or --experts.slices 2",
+        ),
+        (
+            "--workers 8 --experts.parallel 8 --moe.num-local-experts 6",
+            "nearest: --experts.parallel 2, or --experts.slices 4",
         ),
         ("--workers 4 --experts.parallel 3", "must divide the 4 ranks; nearest: --experts.parallel 2"),
         ("--workers 4 --mesh data=2,expert=2 --experts.parallel 4", "give one of them"),

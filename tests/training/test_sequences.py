@@ -19,7 +19,7 @@ SMALL = (
     "--timeout", "120", "--local-size", "1", "--steps", str(STEPS),
 )  # fmt: skip
 LOSSY = (
-    "--strategy sdp4bit --sequence.parallel 2 --sequence.method ulysses --sequence.activations int8/64:nearest "
+    "--strategy sdp4bit --sequence.parallel 2 --sequence.method ulysses --sequence.wire int8/64:nearest "
     "--sequence.gradients int8/64"
 )
 
@@ -88,7 +88,7 @@ def test_rounded_sequences_resume_bit_for_bit(runs: dict[str, dict[str, Any]]) -
         ("--workers 4 --mesh data=2,sequence=2 --sequence.parallel 4", "give one of them"),
         ("--workers 4 --mesh data=1,sequence=2,tensor=2", "sequence beside tensor: not supported; nearest: sequence"),
         (
-            "--workers 2 --sequence.parallel 2 --sequence.activations int4/64:stochastic",
+            "--workers 2 --sequence.parallel 2 --sequence.wire int4/64:stochastic",
             "not at random; nearest: 'int4/64:nearest'",
         ),
         ("--workers 4 --sequence.parallel 4 --sequence.method ulysses=3", "has 3 ranks and the sequence 4; nearest"),

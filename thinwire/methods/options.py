@@ -50,6 +50,8 @@ SAME_EACH_TIME = CodecRule(
 FIXED_SIZE = CodecRule(lambda codec: not codec.has_variable_length, "its packets must all have the size it promises")
 # The text of the codec that loses nothing.
 FP32 = str(Identity())
+# The same, where a tensor travels in its own type.
+EXACT = "exact"
 # What a start-up table shows for None of `codec_or_none`.
 AS_IT_IS = "as it is"
 
@@ -80,7 +82,9 @@ def codec_of(options: Any, field: str, *rules: CodecRule) -> Codec:
 
 
 def codec_or_none(options: Any, field: str, *rules: CodecRule) -> Codec | None:
-    """The same; None for fp32, which sends a tensor as it is: what is in bf16 as bf16, equal numbers in fewer bytes."""
+    """The same; None for fp32, or exact, which send a tensor as it is: what is in bf16 as bf16, in fewer bytes."""
+    if getattr(options, field) == EXACT:
+        return None
     codec = codec_of(options, field, *rules)
     return None if isinstance(codec, Identity) else codec
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest_divisor
+from thinwire.losses.cut import IGNORED
 from thinwire.models.documents import apart, bounds_of
 
 LONGEST_PLAIN_ATTENTION = 512
@@ -215,9 +216,13 @@ class Decoder(nn.Module):
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in fp32 (nats) of logits [batch, seq, vocab] against targets [batch, seq]; -100 is ignored.
 
-    If the head computes the loss itself, `logits` is that scalar, and it is returned.
+    If the head computes the loss itself, `logits` is that scalar, and it is returned. A mean over no tokens is 0, as a
+    rank may have no text in a step.
     """
-    return logits if logits.dim() == 0 else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    if logits.dim() == 0:
+        return logits
+    total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (targets != IGNORED).sum().clamp_min(1)
 
 
 def with_gradient_of(loss: Tensor, other: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class AttentionCost:
 def attention_of(config: LlamaConfig, machine: Machine, way: Candidate, seq_len: int) -> AttentionCost:
     """The attention of `way.sequence` neighbours, in the layout that is the fastest on the slowest of their links."""
     options = SequenceParallel(parallel=way.sequence)
-    codecs = options.codec("activations"), options.codec("gradients")
+    codecs = options.codec("wire"), options.codec("gradients")
     head = config.hidden_size // config.num_attention_heads
     heads = config.num_attention_heads // way.tensor, max(1, config.num_key_value_heads // way.tensor)
     shape = Shape(*heads, head, way.micro_batch * seq_len)

@@ -32,6 +32,7 @@ from thinwire.methods.experts import (
 )
 from thinwire.methods.experts.choice import moves_of
 from thinwire.methods.interface import Method, MethodPlan
+from thinwire.methods.options import EXACT
 from thinwire.methods.outer.base import IslandsMethod
 from thinwire.models.capacity import check_capacity
 from thinwire.models.moe import MoELlama
@@ -78,7 +79,8 @@ def choose_experts(
 
     Chooses the number of ranks that share the experts by the fewest seconds: of the links for the strategy's weights
     and gradients, and of each layer's simulated forward and backward in the best way for that number. Assumes that the
-    router sends equally many rows to each expert.
+    router sends equally many rows to each expert. Who states how rows or weights travel wants shared experts: then 1
+    rank is no choice, where more can train.
 
     Args:
         shape: a mesh that states this number; None: try all numbers.
@@ -98,7 +100,9 @@ def choose_experts(
             refused = refused or str(error)
     if not seconds:
         raise ConfigError(refused)
-    best = min(seconds, key=lambda ranks: (seconds[ranks], ranks))
+    wanted = travel_flags(stated) if shape is None else ""
+    shared = [ranks for ranks in seconds if ranks > 1] if wanted else []
+    best = min(shared or seconds, key=lambda ranks: (seconds[ranks], ranks))
     way = next(iter(ways[best]))
     found = {name: getattr(way, name) for name in CHOSEN if stated.get(name) == AUTO}
     rows: list[Row] = []
@@ -111,12 +115,21 @@ def choose_experts(
         rows.append((f"--experts.release {AUTO}", shown, "what passes while a layer's backward leaves the link alone"))
     if shape is None:
         shown = ", ".join(f"{seconds_text(each)} with {ranks}" for ranks, each in seconds.items())
-        rows.append((f"--experts.parallel {AUTO}", str(best), f"seconds of a step's links and experts: {shown}"))
+        why = f"seconds of a step's links and experts: {shown}"
+        why += f"; above 1, as {wanted} asks for experts on several ranks" if shared else ""
+        rows.append((f"--experts.parallel {AUTO}", str(best), why))
     if others := [name for name in found if name not in ("parallel", "release")]:
         asked = " ".join(f"{flag(f'{EXPERTS}.{name}')} {AUTO}" for name in others)
         shown = ", ".join(f"{seconds_text(each)} by {way_text(one)}" for one, each in [*ways[best].items()][:NUM_SHOWN])
         rows.append((asked, way_text(way), f"a simulated layer, forward and backward: {shown}"))
     return found, rows
+
+
+def travel_flags(stated: Mapping[str, Any]) -> str:
+    """The flags of what travels that are stated with values that only experts on several ranks use."""
+    plain = ExpertParallel()
+    used = {name: value for name, value in stated.items() if name != "parallel" and value not in (AUTO, EXACT)}
+    return " ".join(f"{flag(f'{EXPERTS}.{name}')} {used[name]}" for name in used if used[name] != getattr(plain, name))
 
 
 def room_of(whole: nn.Module, config: ExplainConfig, shape: MeshShape, way: ExpertParallel, links: Links) -> int:

@@ -209,7 +209,7 @@ def expert_ways(
     is_asked = EXPERTS in asked.tables or "expert" in (asked.mesh or "")
     if not is_asked or len(methods) != 1 or not averages_apart(methods[0]) or mixture_of(laid.whole) is None:
         return []
-    has_other_axes = laid.shape.pipeline * laid.shape.tensor * laid.shape.sequence > 1 or asked.memory is not None
+    has_other_axes = laid.shape.pipeline * laid.shape.tensor > 1 or asked.memory is not None
     return [] if has_other_axes else side_by_side(methods[0], laid.whole, asked, links_of(asked, rate, local_rate))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from thinwire.cost import Machine, Network, Work
 from thinwire.cost.closed import trip_s
 from thinwire.cost.machine import LAYER, launch_of
-from thinwire.methods.options import FP32
+from thinwire.methods.options import EXACT, FP32
 from thinwire.methods.pipeline import Costs
 from thinwire.methods.pipeline.across import STAGES as ACROSS_STAGES
 from thinwire.methods.pipeline.options import Pipeline
@@ -105,7 +105,7 @@ class PlacedMachine(Grid):
 
     def codecs(self, options: Pipeline) -> dict[str, str]:
         stated = {"forward": options.forward, "backward": options.backward}
-        return {way: codec for way, codec in stated.items() if codec != FP32}
+        return {way: codec for way, codec in stated.items() if codec not in (EXACT, FP32)}
 
     def launched(self, found: Costs) -> Costs:
         launch_s = self.pass_s / len(found.forward_s) / 3

@@ -41,9 +41,9 @@ def test_a_part_is_one_range_of_each_of_its_experts(placement: ExpertPlacement) 
     ("options", "experts", "words"),
     [
         (ExpertParallel(4), 6, "--experts.parallel 4 with --experts.slices 1: each rank needs as many of the 6"),
-        (ExpertParallel(4), 6, "nearest: --experts.parallel 3 or 2"),
-        (ExpertParallel(4), 6, "or --experts.slices 2"),
-        (ExpertParallel(8), 6, "or --experts.slices 4"),
+        (ExpertParallel(4), 6, "nearest: --experts.parallel 2, or --experts.slices 2"),
+        (ExpertParallel(8), 6, "nearest: --experts.parallel 2, or --experts.slices 4"),
+        (ExpertParallel(3), 5, "nearest: --experts.parallel 1"),
         (ExpertParallel(4, slices=8), 8, "of --experts.parallel; nearest: 4"),
         (ExpertParallel(6, slices=6), 8, "must divide the 32 hidden units of an expert and the 6 ranks"),
     ],
@@ -203,6 +203,17 @@ def test_explain_chooses_by_stated_links(capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out
     assert "--experts.move auto --experts.chunks auto" in told and "a simulated layer, forward and backward: " in told
     assert "experts move " in told
+    # Ranks that share a sequence leave two that may share experts.
+    long = command.partition(" --experts")[0].replace("64", "8192")
+    alone = [*long.split(), "--sequence.parallel", "2", "--experts.parallel", "auto"]
+    more: tuple[str, ...]
+    for more, fewest in ((), 1), (("--experts.dispatch", "int8"), 2):
+        assert run_explain([*alone, *more]) == 0
+        beside = capsys.readouterr().out
+        assert f"--experts.parallel auto: {fewest} (" in beside
+        assert ("above 1, as --experts.dispatch int8 asks for experts on several ranks" in beside) == bool(more)
+        assert "what travels in a mixture" in beside
+    assert "; dispatch int8" in beside
     # Beside each other: replicas, and what travels among 2 and 4 ranks; one of them is marked.
     table = told.partition("what travels in a mixture")[2].partition("fp32, adamw")[0]
     ways = [line.split("│")[1:3] for line in table.splitlines() if "│" in line]

@@ -101,7 +101,7 @@ def test_auto_takes_what_the_links_carry_soonest() -> None:
         ({"parallel": 0}, "nearest: 1"),
         ({"parallel": 4, "method": "ulysses=2"}, "nearest: 'ulysses=2,ring=2'"),
         ({"parallel": 4, "method": "rings"}, "must be auto, ulysses, ring"),
-        ({"parallel": 4, "activations": "int8/64:stochastic"}, "nearest: 'int8/64:nearest'"),
+        ({"parallel": 4, "wire": "int8/64:stochastic"}, "nearest: 'int8/64:nearest'"),
         ({"parallel": 4, "gradients": "bf17"}, "bf17"),
         ({"parallel": "4"}, "must be"),
     ],

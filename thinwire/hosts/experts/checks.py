@@ -43,7 +43,7 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
                 "its experts lie whole on a rank; nearest: --experts.slices 1"
             )
         with problems.collect():
-            placement = place_experts(options, first.num_experts, first.inner if first.is_sliceable else 1)
+            placement = place_experts(options, first.num_experts, first.inner if first.is_sliceable else 1, world_size)
         problems.note(check_groups, options, first.width)
     problems.raise_any()
     assert placement is not None

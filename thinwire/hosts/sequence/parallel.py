@@ -175,7 +175,7 @@ class SequenceRanks:
     def describe(self) -> list[Row]:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         ranks = f"{self.comm.world_size} ranks a sequence, {self.comm.topology}"
-        codecs = f"activations {self.wire.codec or AS_IT_IS}, gradients {self.wire.gradients or AS_IT_IS}"
+        codecs = f"wire {self.wire.codec or AS_IT_IS}, gradients {self.wire.gradients or AS_IT_IS}"
         return [
             (f"sequence method {self.options.method}", str(self.layout), self._why),
             ("sequence", ranks, f"padded to a multiple of {self.layout.unit} tokens; {codecs}"),
@@ -244,7 +244,7 @@ def sequence_parallel(
     if ranks < world_size:
         own = [everyone.global_ranks[rank] for rank in members]
         comm = make(own, local_size=topology.local_size, meter=everyone.meter)
-    wire = SequenceWire(comm, options.codec("activations"), options.codec("gradients"), seed)
+    wire = SequenceWire(comm, options.codec("wire"), options.codec("gradients"), seed)
     found = SequenceRanks(layout, why, options, wire, everyone)
     replace(model, found.attention, found.positions, found.send)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -71,10 +72,13 @@ class ExpertPlacement:
         return f"{self.each} of {self.experts} experts a rank{cut}"
 
 
-def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> ExpertPlacement:
+def place_experts(
+    options: ExpertParallel, experts: int, hidden_units: int, world_size: int | None = None
+) -> ExpertPlacement:
     """The placement that the options state. Raises ConfigError if ranks would have unequal parts.
 
-    hidden_units: of one expert.
+    hidden_units: of one expert. world_size: number of ranks, which a choice in the message divides; None: those that
+    share the experts.
     """
     ranks, slices = options.parallel, options.slices
     if isinstance(ranks, str):
@@ -86,11 +90,14 @@ def place_experts(options: ExpertParallel, experts: int, hidden_units: int) -> E
             f"ranks of --experts.parallel; nearest: {near}"
         )
     if experts % (ranks // slices):
-        fits = [n for n in range(ranks - 1, 0, -1) if n % slices == 0 and experts % (n // slices) == 0]
+        # Such a number divides what other axes leave of the world too.
+        among = gcd(ranks, world_size or ranks)
+        fits = [n for n in range(among, 1, -1) if among % n == n % slices == experts % max(n // slices, 1) == 0]
         fewer = " or ".join(map(str, fits[:2]))
         cuts = [n for n in range(1, ranks + 1) if ranks % n == hidden_units % n == experts % (ranks // n) == 0]
         works = [f"--experts.parallel {fewer}"] if fewer else []
         works += [f"--experts.slices {cuts[0]}"] if cuts else []
+        works = works or ["--experts.parallel 1"]
         raise ConfigError(
             f"--experts.parallel {ranks} with --experts.slices {slices}: each rank needs as many of the {experts} "
             f"experts; nearest: {', or '.join(works)}"

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from thinwire.codecs import Codec
 from thinwire.errors import ConfigError, Problems, nearest
-from thinwire.methods.options import FIXED_SIZE, FP32, SAME_EACH_TIME, check_types, codec_or_none
+from thinwire.methods.options import EXACT, FIXED_SIZE, FP32, SAME_EACH_TIME, check_types, codec_or_none
 
 # As many as Tutel has.
 MOST_CHUNKS = 32
@@ -143,7 +143,7 @@ class ExpertParallel:
         if self.move == AUTO or (self.moves_slices and self.slices > 1):
             still = {}
         for name, what in still.items():
-            if (stated := getattr(self, name)) != FP32:
+            if (stated := getattr(self, name)) not in (FP32, EXACT):
                 of = " of 1 slice" if self.move == "slices" else ""
                 yield f"{name} {stated!r} with move {self.move!r}{of}: no {what} travel; nearest: {FP32!r}"
         if self.release not in ("now", AUTO) and self.move == "experts":

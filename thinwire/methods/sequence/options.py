@@ -22,11 +22,11 @@ class SequenceParallel:
     method: str = AUTO
     """ulysses: exchange heads; ring: pass keys and values on; both, such as ulysses=2,ring=2; or auto: the one with the
     fewest seconds on the links."""
-    activations: str = FP32
-    """Codec of queries, keys, values and outputs, such as bf16 or int8/64:nearest; fp32: as they are. It must round the
-    same way each time."""
+    wire: str = FP32
+    """Codec of queries, keys, values and outputs, such as bf16 or int8/64:nearest; fp32, or exact: as they are. It must
+    round the same way each time."""
     gradients: str = FP32
-    """Codec of their gradients, such as bf16 or int8/64; fp32: as they are."""
+    """Codec of their gradients, such as bf16 or int8/64; fp32, or exact: as they are."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -36,15 +36,15 @@ class SequenceParallel:
                 raise ConfigError(f"parallel {self.parallel}: a sequence has at least 1 rank; nearest: 1")
             if self.method != AUTO:
                 SequenceLayout.parse(self.method, self.parallel)
-        for name in ("activations", "gradients"):
+        for name in ("wire", "gradients"):
             problems.note(self.codec, name)
         problems.raise_any()
 
     def codec(self, name: str) -> Codec | None:
-        """The codec of `activations` or `gradients`; None: they travel as they are."""
-        return codec_or_none(self, name, *([SAME_EACH_TIME] if name == "activations" else []), FIXED_SIZE)
+        """The codec of `wire` or `gradients`; None: they travel as they are."""
+        return codec_or_none(self, name, *([SAME_EACH_TIME] if name == "wire" else []), FIXED_SIZE)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         """The codecs whose kernels are compiled before the workers start."""
-        return tuple(codec for codec in map(self.codec, ("activations", "gradients")) if codec is not None)
+        return tuple(codec for codec in map(self.codec, ("wire", "gradients")) if codec is not None)

@@ -93,7 +93,7 @@ def busiest(sent_bytes: dict[Pair, int]) -> int:
 def most_sent(layout: SequenceLayout, shape: Shape, options: SequenceParallel, length: int = 1) -> int:
     """Bytes that the busiest rank sends in all layers, forward and backward, for padded sequences of `length`."""
     padded = shape.tokens // length * (-(-length // layout.unit) * layout.unit)
-    traffic = sent(layout, replace(shape, tokens=padded), options.codec("activations"), options.codec("gradients"))
+    traffic = sent(layout, replace(shape, tokens=padded), options.codec("wire"), options.codec("gradients"))
     return shape.layers * busiest(traffic)
 
 
@@ -155,7 +155,7 @@ def choose_layout(
     shape.tokens: of a micro-batch, whose messages wait for each other. local_size: ranks per node, among those of a
     sequence. network: between the ranks of a sequence.
     """
-    ranks, codecs = options.parallel, (options.codec("activations"), options.codec("gradients"))
+    ranks, codecs = options.parallel, (options.codec("wire"), options.codec("gradients"))
     if options.method != AUTO:
         layout = SequenceLayout.parse(options.method, ranks)
         head_shares(shape.heads, layout.ulysses)
@@ -190,7 +190,7 @@ def facts(
         (f"sequence method {options.method}", str(layout), why),
         (
             f"sequence of {options.parallel} ranks", f"{most / 1e6:.3f} MB sent a rank and step",
-            f"not in the table; {shape.layers} layers, {options.activations} there, {options.gradients} back",
+            f"not in the table; {shape.layers} layers, {options.wire} there, {options.gradients} back",
         ),
     ]  # fmt: skip
 

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.workers import run_workers
 from thinwire import cli
 from thinwire.convert.verify import UnfaithfulError
 from thinwire.errors import ConfigError
+from thinwire.expansion import axes, expand as expand_module
 from thinwire.expansion.axes import GrownAxis, expand_gain, expand_matrix, layer_plan
 from thinwire.expansion.expand import expanded
 from thinwire.expansion.families import Growth
+from thinwire.expansion.roles import GrownTensor
 from thinwire.models import build_model
 
 transformers = pytest.importorskip("transformers")
@@ -69,7 +73,7 @@ def grown(kind: str, inserted: int = 2, seed: int = 0, eps: float | None = None,
     growth = Growth.of(origin.settings, **{"hidden_size": None, "layers": None} | sizes)
     settings = dict(growth.large) | ({growth.family.sizes[5]: eps} if eps else {})
     large = type(small)(type(small.config)(**settings)).double().eval()
-    weights = dict(expanded(origin, growth, seed, inserted))
+    weights = {name: tensor.rows() for name, tensor in expanded(origin, growth, seed, inserted)}
     missing, unexpected = large.load_state_dict(weights, strict=False)
     assert not unexpected and not missing
     return small, large
@@ -201,6 +205,68 @@ def test_every_pattern_keeps_the_product(residue: Any, small: int, large: int) -
         narrow = F.rms_norm(x, (small,), gain, 0.1)
         broad = F.rms_norm(wide, (large,), expand_gain(gain, into, 3), 0.1 * kappa)
         torch.testing.assert_close(broad, into.write(narrow.t()).t(), atol=1e-13, rtol=0)
+
+
+def on_ranks(rank: int, world_size: int) -> None:
+    """Each rank makes its rows of every tensor; joined, they are what one process makes, to the bit."""
+    for kind, width in (("llama", 24), ("gpt2", 18), ("bert", 24)):
+        origin: Any = Tensors(small_model(kind))
+        growth = Growth.of(origin.settings, width, None if kind == "bert" else 6)
+        # Each rank expands alone, in an order of its own.
+        for inserted in (1, 2):
+            tensors = dict(expanded(origin, growth, 3, inserted))
+            owned = {}
+            for name in list(tensors)[:: 1 if rank else -1]:
+                bounds = [tensors[name].shape[0] * r // world_size for r in range(world_size + 1)]
+                owned[name] = tensors[name].rows(bounds[rank], bounds[rank + 1])
+            for name, grown in tensors.items():
+                shards: list[Any] = [None] * world_size
+                dist.all_gather_object(shards, owned[name])
+                whole = grown.rows()
+                assert whole.shape == grown.shape and torch.equal(torch.cat(shards), whole), name
+
+
+def test_ranks_expand_their_shards_alone() -> None:
+    run_workers(on_ranks, 3)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_plain_copies_stay_equal_for_ever(draws: bool, in_fp64: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that read an input's copies, W / s each, have equal gradients; drawn ones part with the first step."""
+    if not draws:
+        monkeypatch.setattr(axes, "uniform", lambda seed, first, num: torch.full((num,), 0.5))
+    # Four copies of each neuron, and no residue.
+    _, large = grown("llama", intermediate_size=80)
+    optimizer = torch.optim.SGD(large.parameters(), lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        F.cross_entropy(logits(large).flatten(0, 1), torch.arange(2 * LENGTH)).backward()
+        optimizer.step()
+    copies = large.model.layers[0].mlp.down_proj.weight.detach().unflatten(1, (4, 20))
+    neurons = large.model.layers[0].mlp.up_proj.weight.detach().unflatten(0, (4, 20))
+    apart = max(float((copies - copies[:, :1]).abs().max()), float((neurons - neurons[:1]).abs().max()))
+    assert apart > 1e-3 if draws else apart < 1e-12
+
+
+def test_a_folder_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than a part of a tensor is made at a time, and the file is the same."""
+    small_model("gpt2", vocab_size=256, n_embd=16).save_pretrained(tmp_path / "small")
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n} lines\n" for n in range(600)))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made, rows = list[Tensor](), GrownTensor.rows
+
+    def noted(*given: Any) -> Tensor:
+        made.append(rows(*given))
+        return made[-1]
+
+    monkeypatch.setattr(GrownTensor, "rows", noted)
+    told: dict[str, Any] = {"hidden_size": 24, "data": str(tmp_path / "text.txt"), "sequences": 1}
+    for name, most in (("whole", 1 << 26), ("parts", 500)):
+        monkeypatch.setattr(expand_module, "PART_BYTES", most)
+        made.clear()
+        expand_module.expand(f"hf:{tmp_path / 'small'}", tmp_path / name, **told)
+        assert max(part.nbytes for part in made) <= most
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "parts/model.safetensors").read_bytes()
 
 
 def test_a_folder_is_expanded_and_proved(

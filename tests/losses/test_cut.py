@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -20,6 +20,7 @@ from tests.workers import run_workers
 from thinwire.errors import ConfigError
 from thinwire.losses import PRESETS, cut_cross_entropy, tiles
 from thinwire.losses.fused import FusedCrossEntropy
+from thinwire.losses.strips import strip_cross_entropy
 from thinwire.losses.tiles import Tiles, Tiling
 
 N, D, V = 67, 12, 1100
@@ -301,9 +302,44 @@ def over_ranks(rank: int, world_size: int) -> None:
     _, of_c = with_grads(lambda c: plain(e, c, targets), c)
     torch.testing.assert_close(placed.grad.full_tensor() * 0.5, of_c, rtol=1e-12, atol=1e-12)
 
+    for found, nearest in ((V, V - 1), (-5, 0)):
+        targets[1] = found
+        for impl in ("tiles", "plain"):
+            with pytest.raises(ConfigError, match=f"target {found}: .*nearest: {nearest}$"):
+                cut_cross_entropy(e, c[own], targets, impl=impl, group=dist.group.WORLD)
+
 
 def test_vocabulary_over_ranks() -> None:
     run_workers(over_ranks, 2)
+
+
+def over_unequal_data(rank: int, world_size: int) -> None:
+    e, c, _, targets = problem()
+    targets[: N // 2] = torch.where(torch.arange(N // 2) % 3 == 0, targets[: N // 2], -100)
+    exact = with_grads(lambda c: plain(e, c, targets), c)
+    own = (slice(0, N // 2), slice(N // 2, N), slice(0, 0))[rank]
+    for impl in ("fused", "tiles", "plain"):
+        told = partial(cut_cross_entropy, targets=targets[own], impl=impl, data_group=dist.group.WORLD)
+        for part, whole in zip(with_grads(partial(told, e[own]), c), exact, strict=True):
+            dist.all_reduce(part)
+            torch.testing.assert_close(part / world_size, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_mean_over_the_tokens_of_all_ranks() -> None:
+    """Ranks have unequal numbers of tokens, and the last one none."""
+    run_workers(over_unequal_data, 3)
+
+
+@pytest.mark.parametrize("found", [V, -5, 99999])
+def test_refuses_targets_outside_of_the_vocabulary(found: int) -> None:
+    e, c, _, targets = problem()
+    targets[1] = found
+    for impl in ("auto", "fused", "tiles", "plain", *PRESETS):
+        with pytest.raises(ConfigError, match=f"target {found}: the vocabulary has ids from 0 to {V - 1}; nearest"):
+            cut_cross_entropy(e, c, targets, impl=impl)
+    strips = [nn.Linear(D, V - 100, dtype=e.dtype), nn.Linear(D, 100, dtype=e.dtype)]
+    with pytest.raises(ConfigError, match=f"target {found}: the vocabulary has ids from 0 to {V - 1}; nearest"):
+        strip_cross_entropy(e, strips, targets)
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="before torch 2.13")
@@ -325,6 +361,7 @@ def test_torchs_own() -> None:
         ({"impl": "cce", "accumulation": "kahan"}, "has its own accumulation"),
         ({"impl": "torch", "softcap": 1.0}, "nearest: impl 'fused'"),
         ({"shift": -1}, "must be from 0"),
+        ({"reduction": "sum", "data_group": object()}, "data_group is for a mean alone"),
     ],
 )
 def test_refuses(options: dict[str, Any], words: str) -> None:

@@ -25,10 +25,11 @@ from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.launch.check_memory import check_residency
 from thinwire.launch.line import read_config
 from thinwire.launch.prepare import check_norms, plan
-from thinwire.methods.memory import Floor, efficiency, placed
+from thinwire.methods.memory import Floor, efficiency, intensities, placed
 from thinwire.models.build import build_skeleton
 from thinwire.models.hf import build_hf
 from thinwire.optim import mfac
+from thinwire.planner import residency as planner_residency
 from thinwire.planner.command import run_explain
 from thinwire.run import residency as run_residency
 from thinwire.run.config import TrainConfig
@@ -202,12 +203,35 @@ def test_where_all_lies_is_explained(capsys: pytest.CaptureFixture[str]) -> None
     lines = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if line.count("│") > 3]
     cells = {name: sizes[:2] for _, name, *sizes in lines}
     assert cells["sdp4bit"] == cells["together"] and "what one rank holds" not in out
+    # 256 tokens and 100 MB/s to 10 GFLOP/s; states are cut over four disks, and moved for a quarter as many operations.
+    assert "efficiency: weights 0.72, masters and optimizer state 0.72, inputs of layers 0.99" in out
+    assert "at 10 GFLOP/s, as --gflops says" in out and "of a step (no other way fits)" in out
     assert run_explain([*words, "--rate", "100mbit"]) == 0
-    assert "--strategy all: sdp4bit with --memory" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "--strategy all: sdp4bit with --memory" in out and "measured here; --gflops states another" in out
+    assert run_explain(words[:-2]) == 0
+    assert "efficiency: not known (the disk's rate is missing: name it" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="name one strategy"):
         run_explain([*words, "--strategy", "zero,sdp4bit"])
     with pytest.raises(ConfigError, match="muon looks across matrices, and would hold all of them"):
         run_explain([*words, "--optimizer", "muon"])
+
+
+def test_a_way_that_would_be_sooner_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--memory", "2gb", "--disk-rate", "1MB/s", "--rate", "100mbit", "--gflops", "10"]
+    assert run_explain(words) == 0
+    taken = "--residency.weights memory --residency.gradients memory --activations keep"
+    assert f"auto: {taken}" in (out := capsys.readouterr().out) and "the soonest of" in out
+    chosen = planner_residency.settled
+    monkeypatch.setattr(planner_residency, "settled", lambda *given: replace(chosen(*given), gradients="disk"))
+    assert run_explain(words) == 0
+    assert f"at these rates sooner: {taken}" in capsys.readouterr().out
+    # Weights on the disk beside such that frontier cuts: bytes of the disk over four ranks.
+    words = ["--model", "125m", "--memory", "700mb", "--nodes", "4", "--micro-batch", "1", "--disk-rate", "1MB/s"]
+    assert run_explain([*words, "--rate", "100mbit", "--gflops", "10"]) == 0
+    assert "cut over 4 ranks, as frontier can" in capsys.readouterr().out
 
 
 def test_state_of_other_optimizers_is_counted(tmp_path: Path) -> None:
@@ -241,7 +265,11 @@ def test_a_sample_of_activations_is_what_a_budget_must_hold() -> None:
 
 
 def test_efficiency_is_that_of_the_paper() -> None:
-    """ZeRO-Infinity, section 4: 2,048 tokens, 60 GB/s, 70 TFLOP/s; four times the batch."""
+    """ZeRO-Infinity, section 4: 2,048 tokens, 60 GB/s, 70 TFLOP/s; four times the batch. And what hides which part."""
+    parts = intensities(1024, 2, 2048)
+    assert efficiency(parts["weights"], 70e9, 70e12) == pytest.approx(0.5, abs=0.01)
+    assert efficiency(parts["masters and optimizer state"], 1.5e12, 70e12) == pytest.approx(0.9, abs=0.02)
+    assert efficiency(parts["inputs of layers"], 2e9, 70e12) > 0.5
     assert efficiency(2048, 60e9, 70e12) == pytest.approx(0.637, abs=1e-3)
     assert efficiency(8192, 60e9, 70e12) == pytest.approx(0.875, abs=1e-3)
 

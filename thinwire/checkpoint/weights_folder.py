@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +18,14 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.tiers.tensor_file import TensorFile
 
 SHARD_BYTES = 2 << 30
+
+
+class TensorParts(NamedTuple):
+    """A tensor that is made some rows at a time. parts: all of its rows in order."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Iterable[Tensor]
 
 
 @contextmanager
@@ -52,28 +61,36 @@ def explained(folder: Path) -> Iterator[None]:
 
 
 def write_weights(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
+    folder: Path, tensors: Iterable[tuple[str, Tensor | TensorParts]], shard_bytes: int = SHARD_BYTES
 ) -> dict[str, torch.Size]:
     """Write named tensors as .safetensors files of at most `shard_bytes` bytes, or one tensor. Return their shapes.
 
-    One tensor is in memory at a time. If there are several files, `model.safetensors.index.json` lists them. Raises
-    ThinwireError if the disk is full.
+    One tensor, or part of one, is in memory at a time. If there are several files, `model.safetensors.index.json` lists
+    them. Raises ThinwireError if the disk is full.
     """
     shapes: dict[str, torch.Size] = {}
     with explained(folder):
         files = [TensorFile(folder / part_name(0))]
-    for name, tensor in tensors:
+    for name, given in tensors:
+        tensor, parts = _told(given)
         with explained(folder):
             last = files[-1]
             if last.names and (last.num_bytes + tensor.nbytes > shard_bytes or not last.takes(name, tensor)):
                 last.close()
                 files.append(TensorFile(folder / part_name(len(files))))
-            files[-1].add(name, tensor)
+            files[-1].add(name, tensor, parts)
         shapes[name] = tensor.shape
     with explained(folder):
         files[-1].close()
     name_files(folder, [file.names for file in files], sum(file.num_bytes for file in files))
     return shapes
+
+
+def _told(given: Tensor | TensorParts) -> tuple[Tensor, Iterable[Tensor] | None]:
+    """A tensor of that shape and dtype, and the parts that have its values; None: it has them."""
+    if isinstance(given, Tensor):
+        return given, None
+    return torch.empty(given.shape, dtype=given.dtype, device="meta"), given.parts
 
 
 def part_name(number: int) -> str:

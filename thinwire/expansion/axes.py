@@ -75,6 +75,7 @@ def expand_matrix(
     *,
     start: int = 0,
     stop: int | None = None,
+    columns: slice = slice(None),
     adds_zero: bool = False,
 ) -> Tensor:
     """Rows start .. stop - 1 of the matrix [out.large, into.large] that a matrix [out.small, into.small] becomes.
@@ -86,19 +87,21 @@ def expand_matrix(
 
     Args:
         weight: floating, [out.parts * out.small, into.small].
+        columns: of these rows, the entries that are returned.
         adds_zero: use 0 in place of W, so that the product is 0.
 
     Returns `weight`'s dtype; computed in fp64, some rows at a time.
     """
     stop = out.parts * out.large if stop is None else stop
-    found = weight.new_empty(stop - start, into.large)
+    found = weight.new_empty(stop - start, len(range(into.large)[columns]))
     scale = math.sqrt(12) * float(weight.double().std(correction=0))
     rows = max(1, BLOCK_ELEMENTS // into.large)
     for first in range(start, stop, rows):
         last = min(first + rows, stop)
         small = out.write(weight, first, last).double()
         draws = uniform(seed, first * into.large, (last - first) * into.large).double().view(last - first, -1)
-        found[first - start : last - start] = cancelling(small * (not adds_zero), into, (draws - 0.5) * scale)
+        whole = cancelling(small * (not adds_zero), into, (draws - 0.5) * scale)
+        found[first - start : last - start] = whole[:, columns]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Writes the folder of a larger model, one tensor at a time, and compares what it computes with the small one."""
+"""Writes the folder of a larger model, some rows at a time, and compares what it computes with the small one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.weights_folder import new_folder, write_weights
+from thinwire.checkpoint.weights_folder import TensorParts, new_folder, write_weights
 from thinwire.convert.origin import ModelOrigin, load_folder, open_origin
 from thinwire.convert.verify import KeptLogits, UnfaithfulError
 from thinwire.errors import ConfigError
 from thinwire.expansion.families import Growth
-from thinwire.expansion.roles import ALL_ZERO, CANCELLING, KEPT, Draw
+from thinwire.expansion.roles import ALL_ZERO, CANCELLING, KEPT, Draw, GrownTensor
 from thinwire.models.llama import next_token_loss
 
 INSERTED = {"cancelling": CANCELLING, "zero": ALL_ZERO}
 # Of logits in fp32, relative to the largest: rounding of the larger model's longer sums.
 MOST_ERROR = 1e-3
+# Of a tensor that are in memory at a time.
+PART_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,11 @@ def expand(
     growth = Growth.of(origin.settings, hidden_size, layers, intermediate_size)
     with new_folder(Path(to)) as folder:
         (folder / "config.json").write_text(json.dumps(dict(growth.large), indent=2) + "\n")
-        shapes = write_weights(folder, expanded(origin, growth, seed, INSERTED[inserted]))
+        tensors = expanded(origin, growth, seed, INSERTED[inserted])
+        shapes = write_weights(
+            folder,
+            ((name, TensorParts(grown.shape, grown.small.dtype, grown.parts(PART_BYTES))) for name, grown in tensors),
+        )
         origin.write_tokenizer(folder)
         small = origin.model()
         num_parameters = sum(shape.numel() for shape in shapes.values())
@@ -87,8 +93,10 @@ def expand(
             return Expanded(num_parameters, num_small, *proof(ours, load_folder(folder), texts))
 
 
-def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the larger model, one at a time; an output layer that is shared in the small one is written too.
+def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> Iterator[tuple[str, GrownTensor]]:
+    """The tensors of the larger model, made when their rows are asked for.
+
+    An output layer that is shared in the small one is there too.
 
     inserted: ALL_ZERO or CANCELLING. Raises ConfigError for a tensor without a role.
     """
@@ -98,7 +106,7 @@ def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> I
     for name, giver in givers.items():
         small = origin.tensor(giver)
         for target, role, is_inserted in growth.targets(name):
-            yield target, role.expand(small, Draw(seed, target, inserted if is_inserted else KEPT))
+            yield target, GrownTensor(small, role, Draw(seed, target, inserted if is_inserted else KEPT))
 
 
 @torch.no_grad()

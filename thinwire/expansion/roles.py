@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,17 +41,47 @@ class Draw:
 class Role(Protocol):
     """The role of a tensor."""
 
-    def expand(self, small: Tensor, draw: Draw) -> Tensor:
-        """The tensor of the large model."""
+    def shape(self, small: torch.Size) -> tuple[int, ...]:
+        """The shape of the tensor in the large model."""
         ...
+
+    def expand(self, small: Tensor, draw: Draw, rows: slice) -> Tensor:
+        """Some rows, entries of dimension 0, of the tensor of the large model; the same bits as in the whole."""
+        ...
+
+
+@dataclass(frozen=True)
+class GrownTensor:
+    """A tensor of the large model, of which some rows can be made alone. small: that of the small model."""
+
+    small: Tensor
+    role: Role
+    draw: Draw
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.role.shape(self.small.shape)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows start .. stop - 1."""
+        return self.role.expand(self.small, self.draw, slice(*slice(start, stop).indices(self.shape[0])))
+
+    def parts(self, num_bytes: int) -> Iterator[Tensor]:
+        """All rows in order, in parts of about `num_bytes` bytes."""
+        row = self.small.element_size() * math.prod(self.shape[1:])
+        size = max(1, num_bytes // row)
+        return (self.rows(first, first + size) for first in range(0, self.shape[0], size))
 
 
 @dataclass(frozen=True)
 class SameRole:
     """A tensor that stays as it is, such as the norm of a head, or the bias of the output layer."""
 
-    def expand(self, small: Tensor, draw: Draw) -> Tensor:
+    def shape(self, small: torch.Size) -> tuple[int, ...]:
         return small
+
+    def expand(self, small: Tensor, draw: Draw, rows: slice) -> Tensor:
+        return small[rows]
 
 
 @dataclass(frozen=True)
@@ -58,8 +90,11 @@ class EmbeddingRole:
 
     out: GrownAxis
 
-    def expand(self, small: Tensor, draw: Draw) -> Tensor:
-        return self.out.write(small.t()).t()
+    def shape(self, small: torch.Size) -> tuple[int, ...]:
+        return small[0], self.out.large
+
+    def expand(self, small: Tensor, draw: Draw, rows: slice) -> Tensor:
+        return self.out.write(small[rows].t()).t()
 
 
 @dataclass(frozen=True)
@@ -68,8 +103,11 @@ class GainRole:
 
     axis: GrownAxis
 
-    def expand(self, small: Tensor, draw: Draw) -> Tensor:
-        return expand_gain(small, self.axis, draw.number)
+    def shape(self, small: torch.Size) -> tuple[int, ...]:
+        return (self.axis.large,)
+
+    def expand(self, small: Tensor, draw: Draw, rows: slice) -> Tensor:
+        return expand_gain(small, self.axis, draw.number)[rows]
 
 
 @dataclass(frozen=True)
@@ -79,8 +117,11 @@ class ShiftRole:
     out: GrownAxis
     is_last: bool = False
 
-    def expand(self, small: Tensor, draw: Draw) -> Tensor:
-        found = draw.axis(self.out).write(small)
+    def shape(self, small: torch.Size) -> tuple[int, ...]:
+        return (self.out.parts * self.out.large,)
+
+    def expand(self, small: Tensor, draw: Draw, rows: slice) -> Tensor:
+        found = draw.axis(self.out).write(small, rows.start, rows.stop)
         return torch.zeros_like(found) if self.is_last and draw.layer else found
 
 
@@ -93,15 +134,20 @@ class MatrixRole:
     is_transposed: bool = False
     is_last: bool = False
 
-    def expand(self, small: Tensor, draw: Draw) -> Tensor:
+    def shape(self, small: torch.Size) -> tuple[int, ...]:
+        sizes = self.out.parts * self.out.large, self.into.large
+        return sizes[::-1] if self.is_transposed else sizes
+
+    def expand(self, small: Tensor, draw: Draw, rows: slice) -> Tensor:
         weight = small.t() if self.is_transposed else small
         out, into = draw.axis(self.out), draw.axis(self.into)
         adds_zero = self.is_last and draw.layer != KEPT
         if adds_zero and draw.layer == ALL_ZERO:
-            found = weight.new_zeros(out.large, into.large)
-        else:
-            found = expand_matrix(weight, out, into, draw.number, adds_zero=adds_zero)
-        return found.t().contiguous() if self.is_transposed else found
+            return small.new_zeros(rows.stop - rows.start, self.shape(small.shape)[1])
+        if self.is_transposed:
+            # Copies of an input lie in many rows here, and what they add up to is known from all of them alone.
+            return expand_matrix(weight, out, into, draw.number, columns=rows, adds_zero=adds_zero).t().contiguous()
+        return expand_matrix(weight, out, into, draw.number, start=rows.start, stop=rows.stop, adds_zero=adds_zero)
 
 
 @dataclass(frozen=True)
@@ -113,5 +159,9 @@ class HeadRole:
 
     into: GrownAxis
 
-    def expand(self, small: Tensor, draw: Draw) -> Tensor:
-        return expand_matrix(small, GrownAxis(len(small), len(small)), self.into, draw.number)
+    def shape(self, small: torch.Size) -> tuple[int, ...]:
+        return small[0], self.into.large
+
+    def expand(self, small: Tensor, draw: Draw, rows: slice) -> Tensor:
+        out = GrownAxis(len(small), len(small))
+        return expand_matrix(small, out, self.into, draw.number, start=rows.start, stop=rows.stop)

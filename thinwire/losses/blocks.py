@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from thinwire.errors import ConfigError
+
 ACCUMULATIONS = ("fp32", "kahan", "plain")
 
 
@@ -53,6 +55,16 @@ def is_fake(x: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return x.is_meta or isinstance(x, FakeTensor)
+
+
+def check_ids(ids: Tensor, num_words: int, name: str = "target") -> None:
+    """Raise ConfigError for an id outside of the vocabulary: no tile and no rank would have it, and its logit be 0."""
+    if is_fake(ids) or not ids.numel():
+        return
+    for found in map(int, ids.aminmax()):
+        if not 0 <= found < num_words:
+            near = min(max(found, 0), num_words - 1)
+            raise ConfigError(f"{name} {found}: the vocabulary has ids from 0 to {num_words - 1}; nearest: {near}")
 
 
 class Sums:

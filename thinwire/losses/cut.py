@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.losses.blocks import ACCUMULATIONS, is_fake, logits_of
+from thinwire.losses.blocks import ACCUMULATIONS, check_ids, is_fake, logits_of
 from thinwire.losses.fused import FusedCrossEntropy
 from thinwire.losses.ranks import SameOnRanks, SumOfRanks
 from thinwire.losses.tiles import FILTERS, Tiles, Tiling, inside, peak_of_ranks
@@ -35,14 +35,16 @@ def cut_cross_entropy(
     e: Tensor, c: Tensor, targets: Tensor, *, bias: Tensor | None = ..., ignore_index: int = ..., shift: int = ...,
     softcap: float | None = ..., reduction: str = ..., z_loss: float = ..., return_lse: Literal[False] = ...,
     accumulation: str = ..., filter_e: str | None = ..., filter_c: str | None = ...,
-    group: dist.ProcessGroup | None = ..., impl: str = ..., generator: torch.Generator | None = ...,
+    group: dist.ProcessGroup | None = ..., data_group: dist.ProcessGroup | None = ..., impl: str = ...,
+    generator: torch.Generator | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cut_cross_entropy(
     e: Tensor, c: Tensor, targets: Tensor, *, bias: Tensor | None = ..., ignore_index: int = ..., shift: int = ...,
     softcap: float | None = ..., reduction: str = ..., z_loss: float = ..., return_lse: Literal[True],
     accumulation: str = ..., filter_e: str | None = ..., filter_c: str | None = ...,
-    group: dist.ProcessGroup | None = ..., impl: str = ..., generator: torch.Generator | None = ...,
+    group: dist.ProcessGroup | None = ..., data_group: dist.ProcessGroup | None = ..., impl: str = ...,
+    generator: torch.Generator | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def cut_cross_entropy(
     e: Tensor,
@@ -60,6 +62,7 @@ def cut_cross_entropy(
     filter_e: str | None = None,
     filter_c: str | None = None,
     group: dist.ProcessGroup | None = None,
+    data_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
     generator: torch.Generator | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -88,6 +91,9 @@ def cut_cross_entropy(
         group: ranks that each hold some rows of c and bias, in the order of the ranks; e and targets are the same on
             all of them, and so is the loss. They exchange two or three messages of one or two numbers per token, and
             the gradient of e.
+        data_group: ranks that have other tokens, and over which gradients are averaged. A mean then divides by the mean
+            number of tokens that count over these ranks, so that its mean over them is that over all of their tokens,
+            however unequal their numbers are. They exchange one number. None: a mean over this rank's tokens.
         impl: "fused": computes gradients in the forward from the logits of 128 tokens at a time, for "mean" and "sum"
             alone; "tiles": 256 tokens x 1024 words, computed again in the backward; "plain": all logits, of a group
             those of the own rows; "torch":
@@ -100,7 +106,7 @@ def cut_cross_entropy(
         fp32 or fp64; with `return_lse` a pair with lse, [...].
 
     A DTensor c that is sharded by rows brings the group, its mesh. The result is a local tensor.
-    Raises ConfigError for shapes and options that do not fit each other.
+    Raises ConfigError for shapes and options that do not fit each other, and for a target that the vocabulary lacks.
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (ICLR 2025), algorithms 1 to 3; fused:
     the order of Liger's kernel; the unbiased filter is ours.
     """
@@ -119,10 +125,16 @@ def cut_cross_entropy(
         e, targets = e[..., :-shift, :], targets[..., shift:]
     shape, e, targets = targets.shape, e.reshape(-1, e.shape[-1]), targets.reshape(-1)
     counts = targets != ignore_index
-    num = int(counts.sum()) if not is_fake(counts) else len(targets)
+    num: float = int(counts.sum()) if not is_fake(counts) else len(targets)
     if num < len(targets):
         e, targets = e[counts], targets[counts]
-    scale = 1 / max(num, 1) if reduction == "mean" else 1.0
+    if group is None:
+        check_ids(targets, len(c))
+    if data_group is not None and not is_fake(counts):
+        every = torch.tensor(num, device=counts.device)
+        dist.all_reduce(every, group=data_group)
+        num = int(every) / dist.get_world_size(data_group)
+    scale = 1 / (num or 1) if reduction == "mean" else 1.0
     if impl == "fused":
         return FusedCrossEntropy.apply(e, c, bias, targets, scale, softcap, z_loss, accumulation)
     if impl == "torch":
@@ -148,7 +160,8 @@ def _plain(
     if group is None:
         lse = logits.logsumexp(1)
         return lse - logits.gather(1, targets[:, None])[:, 0], lse
-    peak, first = peak_of_ranks(logits.detach().amax(1), len(c), group)
+    peak, first, num_words = peak_of_ranks(logits.detach().amax(1), len(c), group)
+    check_ids(targets, num_words)
     at, is_in = inside(targets - first, slice(0, len(c)))
     total, correct = SumOfRanks.apply(
         torch.stack(((logits - peak[:, None]).exp().sum(1), (logits.gather(1, at) * is_in)[:, 0])), group
@@ -211,6 +224,8 @@ def _check(given: dict[str, Any]) -> None:
         raise ConfigError(f"softcap {softcap}: must be above 0; nearest: None for none")
     if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
         raise ConfigError(f"shift {shift}: must be from 0 to the length of a sequence; the usual: 1")
+    if given["data_group"] is not None and given["reduction"] != "mean":
+        raise ConfigError(f"reduction {given['reduction']!r}: data_group is for a mean alone; nearest: leave it out")
     if given["z_loss"] < 0:
         raise ConfigError(f"z_loss {given['z_loss']}: must be at least 0; nearest: 0")
     needing = [name for name, is_stated in given["scalar_only"].items() if is_stated]

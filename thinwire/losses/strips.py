@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from thinwire.losses.blocks import is_fake
+from thinwire.losses.blocks import check_ids, is_fake
 from thinwire.losses.tiles import Tiles, Tiling
 
 IGNORED = -100
@@ -31,7 +31,7 @@ def strip_cross_entropy(
         targets: int64 [...], of the whole vocabulary, or `ignore_index`.
         dtype: of products; None: that of e. The gradient of e is summed over the strips in e's own.
 
-    Returns a scalar in fp32 or fp64. A mean over no tokens is 0.
+    Returns a scalar in fp32 or fp64. A mean over no tokens is 0. Raises ConfigError for a target that no strip has.
     """
     e, targets = e.reshape(-1, e.shape[-1]), targets.reshape(-1)
     counts, tiling = targets != ignore_index, Tiling(dtype=dtype)
@@ -39,6 +39,7 @@ def strip_cross_entropy(
     if not is_fake(counts):
         num = int(counts.sum())
         e, targets = (e, targets) if num == len(targets) else (e[counts], targets[counts])
+    check_ids(targets, sum(strip.out_features for strip in strips))
     first, sums, correct = 0, list[Tensor](), list[Tensor]()
     for strip in strips:
         losses, lse = Tiles.apply(e, strip.weight, strip.bias, targets - first, tiling)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thinwire.losses.blocks import Sums, blocks, logits_of, slope_of, wide
+from thinwire.losses.blocks import Sums, blocks, check_ids, logits_of, slope_of, wide
 
 FILTERS = ("drop", "unbiased")
 # Below it an addition to a gradient is lost, as a share of the dtype's epsilon.
@@ -54,7 +54,8 @@ class Tiles(torch.autograd.Function):
         lse, means = _log_sums(e, c, bias, tiling)
         first = 0
         if tiling.group is not None:
-            lse, first = _joined(lse, len(c), tiling.group)
+            lse, first, num_words = _joined(lse, len(c), tiling.group)
+            check_ids(targets, num_words)
         correct = _correct(e, c, bias, targets - first, tiling)
         if tiling.group is not None:
             dist.all_reduce(correct, group=tiling.group)
@@ -155,16 +156,16 @@ def inside(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     return torch.where(is_in, targets - words.start, 0)[:, None], is_in[:, None]
 
 
-def _joined(lse: Tensor, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """The logarithm of all ranks' sums, and the number of words that earlier ranks hold. Costs two messages."""
-    peak, first = peak_of_ranks(lse, num_words, group)
+def _joined(lse: Tensor, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, int, int]:
+    """The logarithm of all ranks' sums, and the number of words of earlier and of all ranks. Costs two messages."""
+    peak, first, total_words = peak_of_ranks(lse, num_words, group)
     total = (lse - peak).exp_()
     dist.all_reduce(total, group=group)
-    return total.log_().add_(peak), first
+    return total.log_().add_(peak), first, total_words
 
 
-def peak_of_ranks(own: Tensor, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """The largest number of any rank for each token [N], and the number of words that earlier ranks hold.
+def peak_of_ranks(own: Tensor, num_words: int, group: dist.ProcessGroup) -> tuple[Tensor, int, int]:
+    """The largest number of any rank for each token [N], and the number of words of earlier and of all ranks.
 
     Costs one message.
     """
@@ -173,7 +174,8 @@ def peak_of_ranks(own: Tensor, num_words: int, group: dist.ProcessGroup) -> tupl
     counts[rank] = num_words
     word = torch.cat((own.double(), counts))
     dist.all_reduce(word, dist.ReduceOp.MAX, group)
-    return word[: len(own)].to(own.dtype), int(word[len(own) : len(own) + rank].sum())
+    held = word[len(own) :]
+    return word[: len(own)].to(own.dtype), int(held[:rank].sum()), int(held.sum())
 
 
 def _factors(grad: Tensor, dtype: torch.dtype, tiling: Tiling) -> tuple[float, float]:

@@ -66,7 +66,8 @@ class ExplainConfig:
     loss: Literal["auto", "plain", "cut"] = "auto"
     """How the loss is computed, as for `thinwire train`: it sets what the head keeps."""
     gflops: float | None = None
-    """Billions of operations per second that one rank reaches, for stages; by default measured here in a moment."""
+    """Billions of operations per second that one rank reaches, for stages and --memory; by default measured here in a
+    moment."""
     memory_gb: float | None = None
     """Memory of one rank in GB, for --stages auto."""
     memory: str | None = None

@@ -24,7 +24,6 @@ from thinwire.methods.memory import (
     Setup,
     check_across,
     check_outer,
-    efficiency,
     in_use,
     outer_bytes,
     placed,
@@ -35,6 +34,7 @@ from thinwire.methods.outer.base import IslandsMethod
 from thinwire.options import RESIDENCY, made
 from thinwire.planner.optimizers import counted_by
 from thinwire.planner.options import ExplainConfig
+from thinwire.planner.waiting import rows_on_waiting
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.run.optimizer import name_of, optimizer_over
 from thinwire.run.residency import why_whole
@@ -87,7 +87,7 @@ def where_all_lies(
     elif (words := vocabulary_of(model)) is not None:
         loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, words)
         rows.append((f"--loss {config.loss}", loss, why))
-    residency = settled(residency, setup)
+    asked, residency = residency, settled(residency, setup)
     if whole and (residency.weights == "disk" or setup.is_cut):
         rows.append(("weights", "the whole model on every rank, at first", whole))
     if residency.is_sliced:
@@ -108,9 +108,5 @@ def where_all_lies(
     if residency.rate is not None:
         seconds = seconds_text(moved / residency.rate)
         rows.append((f"--disk-rate {config.disk_rate}", f"{seconds} of the disk in a step", "computing may hide it"))
-        if config.gflops is not None and residency.weights == "disk":
-            share = efficiency(config.micro_batch * config.seq_len, residency.rate, config.gflops * 1e9)
-            rows.append(
-                ("efficiency", f"{share:.2f}", "of computing that waits for all weights, without reading ahead")
-            )
+    rows += rows_on_waiting(config, asked, residency, setup)
     return Resident(parts, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,15 +42,18 @@ class TensorFile:
         """Whether the header has room for a tensor, and its elements would lie aligned."""
         return len(self._line(name, tensor)) < self._room and self.num_bytes % tensor.element_size() == 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor behind the others. Raises OSError if the disk refuses it."""
+    def add(self, name: str, tensor: Tensor, parts: Iterable[Tensor] | None = None) -> None:
+        """Write a tensor behind the others. Raises OSError if the disk refuses it.
+
+        parts: all of its rows in order, if they are made one after the other; `tensor` then has only shape and dtype.
+        """
         line = self._line(name, tensor)
-        octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        self._file.write(octets.numpy().data)
+        for part in [tensor] if parts is None else parts:
+            self._file.write(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         self._told.append(line)
         self._room -= len(line) + 1
         self.names.append(name)
-        self.num_bytes += len(octets)
+        self.num_bytes += tensor.nbytes
 
     def close(self) -> None:
         """Write the header. Raises OSError if the disk refuses it."""

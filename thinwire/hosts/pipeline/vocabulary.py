@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint import Piece, Share
 from thinwire.errors import ConfigError
+from thinwire.losses.blocks import check_ids
 from thinwire.methods.pipeline import Cut
 from thinwire.methods.pipeline.trial import IGNORED
 from thinwire.methods.pipeline.vocabulary import (
@@ -136,12 +137,8 @@ class SpreadVocabulary:
         size = self.rows.own.valid
         counted = None if targets is None else targets[targets != IGNORED]
         for name, ids in (("token", tokens), ("target", counted)):
-            if ids is None or not ids.numel():
-                continue
-            for found in map(int, ids.aminmax()):
-                if not 0 <= found < size:
-                    near = min(max(found, 0), size - 1)
-                    raise ConfigError(f"{name} {found}: the vocabulary has ids from 0 to {size - 1}; nearest: {near}")
+            if ids is not None:
+                check_ids(ids, size, name)
 
     def count(self, rank: int, micro_batch: TokenBatch) -> int:
         """Number of tokens of a micro-batch whose rows a rank has; if tokens are on the meta device, an equal share."""

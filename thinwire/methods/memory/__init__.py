@@ -1,15 +1,15 @@
 """Options and arithmetic of training with a part of the state on a disk."""
 
-from thinwire.methods.memory.choice import settled
+from thinwire.methods.memory.choice import fitting, settled
 from thinwire.methods.memory.floor import Floor
 from thinwire.methods.memory.inside import check_across, check_at_once, check_outer, outer_bytes, resident_method
-from thinwire.methods.memory.placement import MemoryPart, efficiency, in_use, placed
+from thinwire.methods.memory.placement import MemoryPart, efficiency, in_use, intensities, placed
 from thinwire.methods.memory.residency import Residency, same_everywhere
 from thinwire.methods.memory.setup import Across, Setup
 from thinwire.methods.memory.units import LENT_RATE, read_byte_rate, read_bytes
 
 __all__ = [
     "LENT_RATE", "Across", "Floor", "MemoryPart", "Residency", "Setup", "check_across", "check_at_once", "check_outer",
-    "efficiency", "in_use", "outer_bytes", "placed", "read_byte_rate", "read_bytes", "resident_method",
-    "same_everywhere", "settled",
+    "efficiency", "fitting", "in_use", "intensities", "outer_bytes", "placed", "read_byte_rate", "read_bytes",
+    "resident_method", "same_everywhere", "settled",
 ]  # fmt: skip

@@ -35,6 +35,17 @@ def settled(residency: Residency, setup: Setup) -> Residency:
     )
 
 
+def fitting(residency: Residency, setup: Setup) -> list[Residency]:
+    """All ways that fit the budget, with `auto` decided for weights, gradients and activations; none without one."""
+    if residency.memory_bytes is None:
+        return []
+    places: list[Literal["memory", "disk"]] = ["memory", "disk"]
+    if residency.weights != "auto":
+        places = [residency.weights]
+    ways = [way for place in places for way in _ways(replace(residency, weights=place), setup)]
+    return [way for way in ways if _fits(way, setup)]
+
+
 def _cost(way: Residency, setup: Setup) -> tuple[bool, int]:
     """Whether layers are computed again, and the bytes that a step moves to and from the disk."""
     return way.recomputes, sum(part.read + part.written for part in placed(way, setup))

@@ -124,10 +124,19 @@ def names_of(unit: Unit) -> set[str]:
     return {name for layout in unit.layouts for name in layout.names}
 
 
-def efficiency(tokens: int, disk_rate: float, flops: float) -> float:
-    """The share of time in which a rank computes, if it waits for weights that come from a disk: a b / (a b + f).
+def efficiency(intensity: float, disk_rate: float, flops: float) -> float:
+    """The share of time in which a rank computes, if it waits for what a disk moves: a b / (a b + f).
 
-    a = tokens of a micro-batch: operations per byte of weights that moves. b = disk_rate, bytes per second. f = flops,
-    operations per second. Source: ZeRO-Infinity (SC 2021), equations 6 and 9.
+    a = intensity, see `intensities`. b = disk_rate, bytes per second. f = flops, operations per second. Source:
+    ZeRO-Infinity (SC 2021), equation 6.
     """
-    return tokens * disk_rate / (tokens * disk_rate + flops)
+    return intensity * disk_rate / (intensity * disk_rate + flops)
+
+
+def intensities(tokens: int, micro_batches: int = 1, width: int | None = None) -> dict[str, float]:
+    """Operations of a step per byte that it moves, by part: ZeRO-Infinity's for 16-bit weights, equations 9 to 11.
+
+    tokens: of a micro-batch. width: of the layers whose inputs are kept; None: not known, and that part is left out.
+    """
+    found: dict[str, float] = {"weights": tokens, "masters and optimizer state": tokens * micro_batches / 4}
+    return found if width is None else found | {"inputs of layers": 24 * width}

@@ -36,7 +36,7 @@ from thinwire.planner.choice import priced
 from thinwire.planner.islands import price
 from thinwire.planner.memory import Offset
 from thinwire.planner.placed import PlacedMachine
-from thinwire.planner.plan import plan
+from thinwire.planner.plan import least_bytes, plan
 from thinwire.planner.plan_options import PlanConfig
 from thinwire.planner.rough import best_nodes
 from thinwire.planner.search import Priced
@@ -614,3 +614,9 @@ def test_the_best_ways_race_and_the_fastest_is_written(
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ConfigError, match=r"--trials 1 and --verify 2: .*nearest: --trials 2 --verify 2"):
         run_tune([*flags, "--verify", "2", "--trials", "1"])
+
+
+def test_the_least_memory_is_searched_within_bounds() -> None:
+    assert 700e6 <= least_bytes(lambda limit: limit >= 700e6, 690e6, 100e6) <= 1.01 * 700e6
+    # No memory helps: the guess stands.
+    assert least_bytes(lambda limit: False, 690e6, 100e6) == 690e6

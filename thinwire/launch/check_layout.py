@@ -32,15 +32,10 @@ from thinwire.models.moe import MIXTURES
 from thinwire.models.tensor import check_cut
 from thinwire.options import MOE, PIPELINE, made, model_table
 from thinwire.registry import check_on_mesh
-from thinwire.run.config import AUTO, TrainConfig, check_num_ranks, derive
+from thinwire.run.config import AUTO, AXIS_FLAGS, TrainConfig, check_num_ranks, derive
 from thinwire.run.run import Run, island_size
 from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
-
-# The flag of each axis that a plan keeps.
-AXIS_FLAGS = {
-    "pipeline": "--stages", "expert": "--experts.parallel", "sequence": "--sequence.parallel", "tensor": "--tensor",
-}  # fmt: skip
 
 
 def check_mesh(config: TrainConfig, run: Run | None) -> None:

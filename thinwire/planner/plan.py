@@ -33,6 +33,8 @@ from thinwire.table import Row
 
 # Over which ranks may be divided. Stages are searched in any case, and experts of a mixture.
 ALL_AXES = ("tensor", "sequence", "island")
+# For the least memory, more than so many times a guess is not tried.
+MOST_TIMES = 8
 DTYPES, LOSSES = ("fp32", "bf16"), ("auto", "plain", "cut")
 
 
@@ -178,6 +180,9 @@ def least_bytes(fits: Callable[[float], bool], guess: float, refused: float) -> 
     """
     low, high, gap = int(refused / 1e6), math.ceil(guess / 1e6), 1
     while not fits(1e6 * high):
+        if 1e6 * high > MOST_TIMES * guess:
+            # More memory does not help: the guess is what the ways of one search say.
+            return guess
         low, high, gap = high, high + gap, 2 * gap
     gap = max(1, high // 200)
     while high - low > max(1, high // 200):

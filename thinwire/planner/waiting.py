@@ -10,13 +10,14 @@ from thinwire.calibration import matrix_flops
 from thinwire.device import Device
 from thinwire.lab.spec import read_rate
 from thinwire.methods.memory import Residency, Setup, efficiency, fitting, intensities, placed
+from thinwire.methods.memory.residency import FP32_BYTES
 from thinwire.planner.options import ExplainConfig
 from thinwire.report.units import seconds_text
 from thinwire.table import Row
 
 # Of a forward and its backward; of them with layers computed again.
 OPERATIONS, WITH_AGAIN = 6, 8
-BF16_BYTES, FP32_BYTES = 2, 4
+BF16_BYTES = 2
 
 
 def rows_on_waiting(config: ExplainConfig, asked: Residency, settled: Residency, setup: Setup) -> Iterator[Row]:

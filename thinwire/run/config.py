@@ -264,12 +264,11 @@ class TrainConfig:
     @property
     def _asked(self) -> dict[str, tuple[str, int | None]]:
         """Axes stated by options other than --mesh, each with the option, and the number of ranks if it is stated."""
-        return {
-            "pipeline": ("--stages", None if isinstance(self.stages, str) else self.stages),
-            "sequence": ("--sequence.parallel", self.sequence),
-            "expert": ("--experts.parallel", self.experts),
-            "tensor": ("--tensor", None if isinstance(self.tensor, str) else self.tensor),
-        }
+        sizes = {
+            "pipeline": None if isinstance(self.stages, str) else self.stages, "sequence": self.sequence,
+            "expert": self.experts, "tensor": None if isinstance(self.tensor, str) else self.tensor,
+        }  # fmt: skip
+        return {axis: (AXIS_FLAGS[axis], size) for axis, size in sizes.items()}
 
     @property
     def num_shares(self) -> int:
@@ -283,6 +282,10 @@ class TrainConfig:
 
 DEFAULTS = TrainConfig()
 AUTO = "auto"
+# The flag that states the ranks of an axis, other than --mesh.
+AXIS_FLAGS = {
+    "pipeline": "--stages", "expert": "--experts.parallel", "sequence": "--sequence.parallel", "tensor": "--tensor",
+}  # fmt: skip
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "stages": 1, "tensor": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1,

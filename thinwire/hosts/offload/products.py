@@ -90,7 +90,7 @@ class SampledProduct(torch.autograd.Function):
 def fused_attention(model: nn.Module) -> str | None:
     """Why the products of a model's attention can't be sampled; None: they are, where a layer computes them.
 
-    Source of the rule: a fused kernel never has the products.
+    A fused kernel never has the products.
     """
     modules = list(model.modules())
     named = {getattr(getattr(each, "config", None), "_attn_implementation", None) for each in modules}

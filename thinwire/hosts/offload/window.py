@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.methods.memory.residency import FP32_BYTES
+from thinwire.methods.memory.setup import NUM_PAGES
 from thinwire.tiers import DiskFile, TierMeter
 from thinwire.tiers.checksum import crc32
 from thinwire.tiers.pool import Pool, aligned, pages
-
-FP32_BYTES = 4
 
 
 class Page(NamedTuple):
@@ -126,7 +126,7 @@ class PagesOnDisk:
 
     def _begin(self, page: Page) -> Future[Tensor]:
         if self._pool is None:
-            self._pool = Pool(3, self._page_bytes)
+            self._pool = Pool(NUM_PAGES, self._page_bytes)
         return self._reader.submit(self._read, page, self._writing.pop(page, None))
 
     def _leave(self, page: Page, memory: Tensor, *, changes: bool) -> None:

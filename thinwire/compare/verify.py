@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cost.machine import Machine
 from thinwire.errors import ConfigError, Problems, ThinwireError
 from thinwire.planner.plan_options import PlanConfig, read_plan_line
 
@@ -35,10 +34,7 @@ def run_plan(args: Sequence[str]) -> int:
     """Plan, print the result, and write it. Raises ConfigError with all errors at once."""
     problems = Problems()
     config = read_plan_line(args, problems)
-    # Nobody who asks for --help, or has measured no machine yet, waits for torch.
-    if not Path(config.machine).exists():
-        problems.note(Machine.read, config.machine)
-        problems.raise_any()
+    # Nobody who asks for --help waits for torch.
     from thinwire.planner.written import made_plan, write_plan
 
     if config.verify:

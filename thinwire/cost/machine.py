@@ -141,9 +141,8 @@ class Machine:
         if not widths:
             near = [] if known else ["--dtypes fp32 bf16"]
             near += [] if kind == LAYER else ["its preset among --models"]
-            raise ConfigError(
-                f"{kind}s in {dtype} were not measured on this machine; calibrate it anew, with {' and '.join(near)}"
-            )
+            wanted = f", with {' and '.join(near)}" if near else ""
+            raise ConfigError(f"{kind}s in {dtype} were not measured on this machine; calibrate it anew{wanted}")
         nearest = min(widths, key=lambda each: abs(math.log(each / width)))
         return f"{kind} {nearest} {dtype}"
 

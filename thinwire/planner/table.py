@@ -73,6 +73,7 @@ def optimizers_text(found: Explained) -> str:
 def reasons(found: Explained) -> Iterator[str]:
     """Why figures of some strategies are not what a reader expects."""
     if found.search is not None:
+        yield columns_told()
         yield from reasons_of(found.search)
     if found.stages is not None:
         at = " or ".join(map(str, sorted(set(found.heaviest.values()))))
@@ -197,13 +198,17 @@ def ranking(found: Search) -> Table:
     return table
 
 
-def reasons_of(found: Search) -> Iterator[str]:
-    """Why the first candidate was chosen, and what is not in the table."""
-    best = found.fastest[0]
-    yield (
+def columns_told() -> str:
+    """What the columns of `ranking` mean."""
+    return (
         "micro-batches x sequences: the passes of one rank in a step, or the micro-batches of one pipeline, and the "
         "sequences in each. idle: the share of a step without computing. on the link: of the busiest node's link alone."
     )
+
+
+def reasons_of(found: Search) -> Iterator[str]:
+    """Why the first candidate was chosen, and what is not in the table."""
+    best = found.fastest[0]
     yield f"Fastest, by the simulation: {best.candidate.flags}"
     for cut, other in found.fastest_of_cuts[1:]:
         what, more = "a step takes", ""

@@ -25,7 +25,7 @@ from thinwire.planner.plan import plan
 from thinwire.planner.plan_options import PlanConfig, read_bytes
 from thinwire.planner.prices import reserved_bytes
 from thinwire.planner.sizes import wrong_experts, wrong_sizes
-from thinwire.planner.table import PLAIN_WIDTH, ranking, reasons_of
+from thinwire.planner.table import PLAIN_WIDTH, columns_told, ranking, reasons_of
 from thinwire.planner.training_plan import TrainingPlan, with_tables
 from thinwire.run.config import TrainConfig
 from thinwire.run.optimizer import read_optimizer
@@ -143,7 +143,7 @@ def show(found: TrainingPlan) -> None:
     if not console.is_terminal:
         console.width = max(PLAIN_WIDTH, console.width)
     console.print(ranking(found.search))
-    for line in reasons_of(found.search):
+    for line in (columns_told(), *reasons_of(found.search)):
         console.print(line)
     for asked, effect, why in (*found.left_out, *found.order_rows()):
         console.print(f"{asked}: {effect} ({why})")

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.workers import HANG_S, run_workers
@@ -85,7 +86,11 @@ def _lost(rank: int, world_size: int) -> str | None:
     mailbox = Mailbox(None, Topology(3, 1))
     mailbox.begin([Expected(label, rank + 1, 8)] if rank < 2 else [])
     if rank == 2:
+        # Who dies while others still connect is no lost peer to them.
+        for other in range(2):
+            dist.recv(torch.empty(1), other)
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.send(torch.ones(1), 2)
     try:
         mailbox.take(label)
     except PeerLostError as error:

@@ -225,6 +225,14 @@ def set_random_state(state: RandomState) -> None:
         torch.cuda.set_rng_state(cuda)
 
 
+def is_other_state(state: RandomState) -> bool:
+    """Whether numbers were drawn since `random_state` has given a state."""
+    return any(
+        now is not None and (then is None or not torch.equal(then, now))
+        for then, now in zip(state, random_state(), strict=True)
+    )
+
+
 def name_of(place: torch.device) -> str:
     """Name of the GPU at which tensors lie, or "cpu"."""
     return torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"

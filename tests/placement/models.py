@@ -90,11 +90,38 @@ class Spectral(nn.Module):
         return {"loss": F.cross_entropy(logits, targets), "spectrum": spectrum}
 
 
+class Ignoring(nn.Module):
+    """A leaf that takes two tensors, and uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Spare(nn.Module):
+    """Has outputs that the loss does not use, and a tensor that a leaf does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.fed, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.ignoring = Ignoring()
+        self.spare = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.trunk(x)
+        return self.head(self.ignoring(h, self.fed(h))), self.spare(h.tanh())
+
+
 def made(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model with the same weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = {"branched": Branched, "transformer": Transformer, "spectral": Spectral}[name]().to(dtype)
+        model = {"branched": Branched, "transformer": Transformer, "spectral": Spectral, "spare": Spare}[name]().to(
+            dtype
+        )
     return model
 
 

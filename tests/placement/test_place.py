@@ -21,6 +21,7 @@ from thinwire.placement.plan import FORWARD, DevicePlan
 from thinwire.placement.profile import profile
 from thinwire.placement.runner import identity
 from thinwire.placement.trace import trace
+from thinwire.report.units import bytes_text
 
 WIDTH = models.WIDTH
 
@@ -74,6 +75,12 @@ def test_a_plan_is_simulated_as_it_was_made_and_travels_as_numbers() -> None:
     names = list(placement.homes)
     assert DevicePlan.decoded(placement.plan.encoded(names), names) == placement.plan
     assert "units on 2 of 2 ranks" in placement.describe()[0][1]
+    # The loss and the logits lie on the rank that has no part in them too.
+    other = thinwire.place(model, inputs, machine(2), "m-topo", seconds=stated)
+    peak, less = other.schedule.peak_bytes()
+    assert other.homes["cross_entropy"] == other.homes["mul_4"] == 1 and peak > less
+    told = {name: text for name, text, _ in other.describe()}
+    assert told["memory of a rank"] == f"at most {bytes_text(peak + 8 * (1 + 6 * 5))}" != f"at most {bytes_text(peak)}"
     again = thinwire.place(model, inputs, machine(2), "m-etf", seconds=stated)
     assert again.plan == placement.plan
 
@@ -131,28 +138,105 @@ def test_what_is_measured_is_kept_out_of_the_model() -> None:
     assert not found.sizes["blocks_0_scale"].new_bytes and found.sizes["blocks_0_scale"].needs_grad
 
 
+def is_training(module: nn.Module) -> bool:
+    return module.training
+
+
 class Switched(nn.Module):
-    """Reads its own mode, in a part of a model."""
+    """Does more in training, which it finds out in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def helped(self) -> bool:
+        return self.training
+
+    @property
+    def trains(self) -> bool:
+        return self.training
+
+    def asked(self) -> bool:
+        return {
+            "itself": lambda: self.training,
+            "a helper": self.helped,
+            "a property": lambda: self.trains,
+            "a function": lambda: is_training(self),
+            "getattr": lambda: getattr(self, "train" + "ing"),
+            "a comprehension": lambda: all(each.training for each in [self]),
+            "a part": lambda: self.weight.training,
+        }[self.way]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight(x) + x if self.asked() else self.weight(x)
+
+
+class Derived(Switched):
+    """Reads its mode in the forward of its base class alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+WAYS = ["itself", "a helper", "a property", "a function", "getattr", "a comprehension", "a part"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [Switched, Derived])
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_forward_that_is_another_one_by_mode_is_for_the_mode_it_was_placed_in(
+    kind: type[Switched], way: str, mode: bool
+) -> None:
+    model, x = nn.Sequential(kind(way)).train(mode), X.detach()
+    expected = model(x)
+    one = thinwire.place(model, x, machine(1), "m-etf").apply(torch.optim.SGD(model.parameters()), announce=False)
+    assert torch.equal(model(x), expected)
+    model.train(not mode)
+    now, then = ("training", "evaluation")[mode], ("evaluation", "training")[mode]
+    name = "0.weight" if way == "a part" else "0"
+    with pytest.raises(ConfigError, match=rf"module '{name}' is in {now}, was in {then} .* leaves=\['{name}'\], or"):
+        model(x)
+    model.train(mode)
+    assert torch.equal(model(x), expected)
+    one.close()
+
+
+class Constants(nn.Module):
+    """What depends on the mode are only constants of functions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Linear(WIDTH, WIDTH)
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight(x) + x if self.training else self.weight(x)
+        x = F.hardtanh(self.norm(x), -0.5 if self.training else -1.0)
+        return F.leaky_relu(self.layer(x), 0.5 if self.training else 0.1) * x.shape[0]
 
 
-@pytest.mark.parametrize("reads", [True, False], ids=["its mode", "none"])
-def test_a_forward_that_reads_its_mode_is_for_that_mode(reads: bool) -> None:
-    model = nn.Sequential(Switched() if reads else nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
-    traced = trace(model, (torch.ones(2, WIDTH),), {})
-    assert traced.bind((torch.ones(2, WIDTH),), {})
+def test_constants_that_depend_on_the_mode_change_with_it() -> None:
+    model, plain = Constants(), Constants()
+    plain.load_state_dict(model.state_dict())
+    one = thinwire.place(model, X, machine(1), "m-etf").apply(torch.optim.SGD(model.parameters()), announce=False)
+    for mode in (False, True, False):
+        for each in (model, plain):
+            each.train(mode)
+        assert torch.equal(model(X), plain(X)), mode
+    one.close()
+    # A number that is kept from placing may not depend on it.
+    shaped = Own(lambda self, x: self.layer(x) * x.shape[0 if self.training else 1])
+    one = thinwire.place(shaped, X, machine(1), "m-etf").apply(torch.optim.SGD(shaped.parameters()), announce=False)
+    with pytest.raises(ConfigError, match="the Own is in evaluation"):
+        shaped.eval()(X)
+    one.close()
+
+
+def test_modules_change_their_mode_by_themselves() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+    traced = trace(model, (X,))
+    assert not traced.reads and traced.now() is traced
     model.eval()
-    if reads:
-        with pytest.raises(ConfigError, match="the model is in evaluation and was traced in training"):
-            traced.bind((torch.ones(2, WIDTH),), {})
-    else:
-        assert traced.bind((torch.ones(2, WIDTH),), {})
+    assert traced.now() is traced
 
 
 def test_gradients_pass_complex_tensors() -> None:
@@ -186,7 +270,7 @@ def test_a_single_rank_runs_the_model_as_it_was() -> None:
     expected = model.eval()(*inputs)
     one = thinwire.place(model, inputs, machine(1), training=False, seconds=seconds(model, inputs)).apply(None)
     assert all(torch.equal(value, expected[key]) for key, value in model(*inputs).items())
-    with pytest.raises(ConfigError, match=r"'blocks_0_short' gives \[3, 8\] of torch.float64, and .* for \[6, 8\]"):
+    with pytest.raises(ConfigError, match=r"x=a tensor \[3, 8\] of torch.float64: .* for a tensor \[6, 8\] of"):
         model(inputs[0][:3], inputs[1][:3])
     with pytest.raises(ConfigError, match=r"factor=3.0: the placement was made for factor=2.0"):
         model(*inputs, factor=3.0)
@@ -226,13 +310,18 @@ def test_a_module_that_can_not_be_traced_is_named_and_may_be_a_leaf() -> None:
 
 def test_ranks_agree_on_functions_by_name() -> None:
     def told(function: Any) -> str:
-        placement = thinwire.place(Own(lambda self, x: function(self.layer(x)).mean()), X, machine(1))
+        model = Own(lambda self, x: self.part(self.layer(x)).mean())
+        model.part = function
+        placement = thinwire.place(model, X, machine(1))
         return identity(placement.routes, list(placement.homes))
 
     for function in (F.relu, lambda y: torch.cat([y, y]), lambda y: torch.mul(y, y), F.silu, lambda y: y @ y.t()):
         # An address differs from process to process.
         assert " at 0x" not in told(function)
     assert told(F.relu) == told(F.relu) != told(F.silu)
+    # Constants of functions and of modules count.
+    assert told(lambda y: F.leaky_relu(y, 0.1)) != told(lambda y: F.leaky_relu(y, 0.2))
+    assert told(nn.Dropout(0.1)) == told(nn.Dropout(0.1)) != told(nn.Dropout(0.2))
 
 
 def test_several_tensors_of_a_node_stay_with_those_that_take_them() -> None:
@@ -240,6 +329,35 @@ def test_several_tensors_of_a_node_stay_with_those_that_take_them() -> None:
     placement = thinwire.place(model, X[None], machine(2), "m-etf")
     unit = next(unit for unit in placement.plan.units if "chunk" in unit)
     assert "cat" in unit and "recurrent" not in unit
+
+
+def test_what_would_be_lost_in_silence_is_refused() -> None:
+    model, (x, targets) = models.made("branched"), models.batch("branched", 0)
+    head = nn.Linear(2, 2)
+    frozen = model.get_parameter("norm.weight").requires_grad_(False)
+    placement = thinwire.place(model, (x, targets), machine(1), "m-etf", seconds=seconds(model, (x, targets)))
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()])
+    own = placement.apply(optimizer, announce=False)
+    # What is not the model's stays in the optimizer.
+    assert {id(each) for each in head.parameters()} < {id(each) for each in optimizer.param_groups[0]["params"]}
+    with pytest.raises(ConfigError, match="'x' requires a gradient, and none comes back"):
+        model(x.clone().requires_grad_(), targets)
+    loss = model(x, targets)["loss"]
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward through one forward"):
+        loss.backward()
+    frozen.requires_grad_()
+    with pytest.raises(ConfigError, match="weight' requires a gradient, and did not when the model was placed"):
+        model(x, targets)
+    own.close()
+    # A loss of one number, whose divisor is the batch that the model was placed for.
+    mean = Own(lambda self, x: self.layer(x).sum() / x.shape[0])
+    own = thinwire.place(mean, X, machine(1), "m-etf").apply(torch.optim.SGD(mean.parameters()), announce=False)
+    with pytest.raises(ConfigError, match=r"x=a tensor \[2, 8\] of torch.float32: .* for a tensor \[4, 8\]"):
+        mean(X[:2])
+    own.close()
+    with pytest.raises(ConfigError, match="'x' is a list with tensors: give each an argument of its own"):
+        thinwire.place(Own(lambda self, x: self.layer(x[0])), {"x": [X]}, machine(1), "m-etf")
 
 
 def test_bad_input_has_a_nearest_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +371,10 @@ def test_bad_input_has_a_nearest_choice(monkeypatch: pytest.MonkeyPatch) -> None
         thinwire.place(model, inputs[:1], machine(2))
     with pytest.raises(ConfigError, match="'x' requires a gradient"):
         thinwire.place(model, (inputs[0].clone().requires_grad_(), inputs[1]), machine(2))
+    with pytest.raises(ConfigError, match=r"groups: 'haed' is no module or node .*; did you mean 'head'\?"):
+        thinwire.place(model, inputs, machine(2), groups=[["haed", "norm"]])
+    with pytest.raises(ConfigError, match=r"groups: 'head' must be a list of names .* such as \[\['head', \.\.\.\]\]"):
+        thinwire.place(model, inputs, machine(2), groups=["head"])
     with pytest.raises(ConfigError, match="stated seconds lack the node 'head'"):
         thinwire.place(model, inputs, machine(2), seconds={k: v for k, v in stated.items() if k != "head"})
     with pytest.raises(ConfigError, match=r"stated seconds of 'haed': no node of the graph; did you mean 'head'\?"):

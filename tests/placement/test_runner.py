@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from tests.placement import models
-from tests.workers import run_rows
+from tests.workers import Rows, run_rows
 from thinwire.cost import Cores, Machine, Network
 from thinwire.placement import Placement
 from thinwire.placement.plan import BACKWARD, FORWARD
@@ -147,8 +148,61 @@ def _copies(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return {"norms": norms, "losses": losses, "state": state, "skipped": skipped}
 
 
+def _spare_steps(model: nn.Module, optimizer: torch.optim.Optimizer, copies: Sequence[int]) -> None:
+    """Steps of which the second one alone uses all outputs, on the mean over copies."""
+    for step in range(3):
+        outputs = [model(models.batch("spare", 10 * step + copy, torch.float32)[0]) for copy in copies]
+        losses = [each.square().mean() for one in outputs for each in one[: 2 if step == 1 else 1]]
+        (torch.stack(losses).sum() / len(copies)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _unused(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """Two copies on two ranks each, of which a loss does not reach all weights."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    model, inputs = models.made("spare", torch.float32), models.batch("spare", 0, torch.float32)[:1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    stated = {node.name: (1e-3, 1e-3) for node in trace(model, inputs, [models.Ignoring]).nodes}
+    # A gradient that is missing has to cross ranks.
+    groups = [["head", "spare.0"], ["fed", "spare.2"]]
+    own = thinwire.place(model, inputs, machine(2), seconds=stated, leaves=[models.Ignoring], groups=groups).apply(
+        optimizer, mesh["stage"], announce=False
+    )
+    assert [one.node for one in own.routes.crossings if one.senders and one.node.startswith("spare")]
+    assert len(set(own.routes.plan.homes)) == 2
+    model, sharded = thinwire.zero(model, optimizer, thinwire.Zero(), axis=own.axis(mesh), announce=False)
+    _spare_steps(model, sharded, [mesh["data"].get_local_rank()])
+    state = {key: param.detach().numpy().copy() for key, param in model.named_parameters() if key != "idle"}
+    sharded.close()
+    own.close()
+    return state
+
+
+def _of_copies(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    return (_unused if name == "unused" else _copies)(rank, world_size, name)
+
+
+@functools.cache
+def told_by_copies() -> Rows:
+    return run_rows(_of_copies, ["zero", "sdp4bit", "unused"], 4, local_size=1)
+
+
+def test_copies_leave_weights_alone_that_no_loss_reaches() -> None:
+    model = models.made("spare", torch.float32)
+    before = {key: param.detach().clone() for key, param in model.named_parameters()}
+    _spare_steps(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), [0, 1])
+    ranks = told_by_copies().of("unused")
+    for found in ranks:
+        for key, value in found.items():
+            if key.startswith("fed"):
+                assert torch.equal(torch.from_numpy(value), before[key]), key
+            assert torch.allclose(torch.from_numpy(value), model.get_parameter(key), atol=1e-5), key
+    assert {key for found in ranks for key in found} == before.keys()
+
+
 def test_copies_average_over_the_data_axis_and_agree_on_all_ranks() -> None:
-    told = run_rows(_copies, ["zero", "sdp4bit"], 4, local_size=1)
+    told = told_by_copies()
     model = models.made("branched", torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     norms, losses = [], []

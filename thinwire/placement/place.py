@@ -25,7 +25,7 @@ from thinwire.placement.profile import Profile, Seconds, Size, mapped, profile a
 from thinwire.placement.runner import Placed
 from thinwire.placement.sct import m_sct
 from thinwire.placement.topo import m_topo
-from thinwire.placement.trace import Leaf, Traced, trace
+from thinwire.placement.trace import Leaf, Traced, are_alike, stated_groups, trace
 from thinwire.planner.order import annealed
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.table import Row
@@ -117,14 +117,16 @@ class Placement:
         """Rows of (asked for, in effect, why they differ or how it was found)."""
         num = self.machine.num_ranks
         used = sorted(set(self.plan.homes))
-        peaks = self.schedule.peak_bytes()
+        shown = [one for one in self.routes.crossings if one.is_output]
+        copies = (sum(one.num_bytes for one in shown if one.home != rank) for rank in range(num))
+        peaks = [peak + more for peak, more in zip(self.schedule.peak_bytes(), copies, strict=True)]
         sent = sum(map(self.routes.sent_bytes, range(num)))
         counts = [self.plan.homes.count(rank) for rank in range(num)]
         rows = [
             (f"place by {self.method}", f"{len(self.plan.units)} units on {len(used)} of {num} ranks",
              f"units by rank: {', '.join(map(str, counts))}"),
             ("a step, simulated", seconds_text(self.step_s), f"{seconds_text(self.alone_s)} on one rank alone"),
-            ("memory of a rank", f"at most {bytes_text(max(peaks))}", "what weights need, and activations"),
+            ("memory of a rank", f"at most {bytes_text(max(peaks))}", "what weights need, activations, outputs"),
             ("activations and gradients sent", bytes_text(sent), "by all ranks in a step"),
         ]  # fmt: skip
         if len(used) == 1 < num:
@@ -141,6 +143,7 @@ def place(
     method: str = "m-sct",
     *,
     leaves: Collection[Leaf] = (),
+    groups: Collection[Collection[str]] = (),
     seconds: Seconds | None = None,
     states: int = STATES,
     training: bool = True,
@@ -149,7 +152,7 @@ def place(
 
     The forward is traced by torch.fx and placed. The backward of a node runs on the same rank, in the opposite order. A
     node's time is that of forward and backward; a message's time is that of the activation and its gradient. Nodes that
-    use the same weight share a rank. 13% of each rank's memory stays free.
+    use the same weight, or are in one of `groups`, share a rank. 13% of each rank's memory stays free.
 
     If one rank has room for the whole model and is faster alone, m-etf and m-sct place the model there.
 
@@ -159,11 +162,13 @@ def place(
         machine: its ranks hold one copy of the model; see `thinwire.calibrate`.
         method: "m-sct" (needs scipy), "m-etf" or "m-topo".
         leaves: modules to be placed whole, by name or class, besides those of torch.nn.
+        groups: names of modules, or of nodes, that share a rank.
         seconds: (forward, backward) of each node on a rank of speed 1; None: measured here, in 20 rounds.
         states: tensors that the optimizer keeps for each weight, in the weight's dtype; AdamW has two.
         training: whether a backward follows; if not, activations are freed after use.
 
-    Raises ConfigError for an unknown method, a model that can't be traced, and memory that is too small.
+    Raises ConfigError for an unknown method, a name in `groups` that no node has, a model that can't be traced, and
+    memory that is too small.
     Source: "Baechi: Fast Device Placement of Machine Learning Graphs" (SoCC 2020).
     """
     if method not in METHODS:
@@ -174,11 +179,13 @@ def place(
     traced = trace(model, given, leaves)
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
     found = profiled(traced, args, kwargs, seconds=seconds, training=training)
+    if traced.other is not None and not are_alike(traced, traced.other, found.constants):
+        traced = replace(traced, other=None)
     if seconds is None and machine.speeds:
         # Those of a rank of speed 1; the first rank's plan counts.
         timed = {name: (a * machine.speeds[0], b * machine.speeds[0]) for name, (a, b) in found.seconds.items()}
         found = replace(found, seconds=timed)
-    whole, names = graph_of(traced, found, states=states, training=training)
+    whole, names = graph_of(traced, found, stated_groups(traced, groups), states=states, training=training)
     devices = devices_of(machine, training=training)
     base = _with_several(whole, traced, found, names)
     try:
@@ -203,12 +210,15 @@ def devices_of(machine: Machine, *, training: bool) -> Devices:
     return Devices(network, machine.memory_bytes * (1 - RESERVE) - machine.base_bytes, machine.speeds)
 
 
-def graph_of(traced: Traced, found: Profile, *, states: int, training: bool) -> tuple[OpGraph, tuple[str, ...]]:
+def graph_of(
+    traced: Traced, found: Profile, groups: Iterable[Collection[str]] = (), *, states: int, training: bool
+) -> tuple[OpGraph, tuple[str, ...]]:
     """The nodes that compute, as operations, and their names.
 
     A weight counts, with its gradient and the optimizer's states, at the first node that reads it. Nodes that read the
-    same weight form a group. Tensors saved for the backward count as permanent. A running backward holds the gradients
-    of its node's output and inputs, a running forward its temporary tensors: the larger of the two counts.
+    same weight form a group, and so do those that `groups` names. Tensors saved for the backward count as permanent. A
+    running backward holds the gradients of its node's output and inputs, a running forward its temporary tensors: the
+    larger of the two counts.
     """
     nodes = [node for node in traced.nodes if node.name not in found.constants]
     number = {node.name: each for each, node in enumerate(nodes)}
@@ -228,8 +238,9 @@ def graph_of(traced: Traced, found: Profile, *, states: int, training: bool) -> 
         ops.append(Op(node.name, forward_s + backward_s * training, permanent, temporary))
         targets = sorted(number[user.name] for user in node.users if user.name in number)
         values.append(Value(number[node.name], tuple(targets), _num_bytes(size), size.new_bytes))
-    groups = _joined_groups(readers.values(), len(nodes))
-    return OpGraph(tuple(ops), tuple(values), groups, training), tuple(node.name for node in nodes)
+    stated = ([number[name] for name in group if name in number] for group in groups)
+    joined = _joined_groups([*readers.values(), *stated], len(nodes))
+    return OpGraph(tuple(ops), tuple(values), joined, training), tuple(node.name for node in nodes)
 
 
 def _num_bytes(size: Size) -> int:
@@ -237,7 +248,7 @@ def _num_bytes(size: Size) -> int:
 
 
 def _joined_groups(readers: Iterable[Sequence[int]], num: int) -> tuple[frozenset[int], ...]:
-    """Groups of nodes that read the same weight, directly or through other nodes."""
+    """Groups of nodes that read the same weight or are stated together, directly or through other nodes."""
     sets = Sets(num)
     for own in readers:
         for each in own:

@@ -68,6 +68,11 @@ class CrossingTensor:
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of its gradient's message, which begins with a byte that says whether there is a gradient."""
+        return 1 + self.num_bytes
+
 
 @dataclass(frozen=True)
 class DeviceRoutes:
@@ -171,9 +176,9 @@ class DeviceRoutes:
         ]
 
     def sent_bytes(self, rank: int) -> int:
-        """Payload bytes of a rank's messages in a step."""
+        """Payload bytes of a rank's messages in a step in which each output has a gradient."""
         given = sum(len(one.targets) * one.num_bytes for one in self.crossings if one.home == rank)
-        return given + sum(one.num_bytes for one in self.crossings if rank in one.senders)
+        return given + sum(one.gradient_bytes for one in self.crossings if rank in one.senders)
 
     def graph(self, network: Network) -> StepGraph:
         """The step as a graph. Its work is in seconds on a rank of speed 1, of the kinds "forward" and "backward"."""
@@ -204,7 +209,7 @@ class _Drawn:
         for unit in reversed(range(len(homes))) if routes.training else ():
             self._work(unit, BACKWARD, 1, tuple(t for one in routes.outputs[unit] for t in returned[one.number]))
             for crossing in routes.gives_back(unit):
-                sent = self._message(homes[unit], crossing.home, crossing.num_bytes, BACKWARD)
+                sent = self._message(homes[unit], crossing.home, crossing.gradient_bytes, BACKWARD)
                 returned[crossing.number] += sent
         return drawing.done()
 

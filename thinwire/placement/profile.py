@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from thinwire import _compat
-from thinwire.device import wait_for
+from thinwire.device import is_other_state, random_state, wait_for
 from thinwire.errors import ConfigError, nearest
-from thinwire.placement.trace import Traced, is_of_shapes
+from thinwire.placement.trace import Traced, in_mode, is_of_shapes
 
 NUM_ROUNDS, NUM_WARMUPS = 20, 2
 # (forward, backward) seconds by the name of a node.
@@ -43,11 +44,16 @@ class Size:
 
 @dataclass(frozen=True)
 class Profile:
-    """The costs of nodes. constants: values of nodes that depend on shapes alone, and are not computed again."""
+    """The costs of nodes.
+
+    constants: values of nodes that depend on shapes alone, and are not computed again. draws: nodes that draw random
+    numbers, in training or in evaluation.
+    """
 
     sizes: Mapping[str, Size]
     seconds: Seconds
     constants: Mapping[str, Any]
+    draws: frozenset[str] = frozenset()
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -138,7 +144,7 @@ def profile(
     buffers = [(buffer, buffer.clone()) for buffer in traced.model.buffers()]
     try:
         with torch.random.fork_rng(sorted({device.index for device in devices})), torch.set_grad_enabled(training):
-            sizes, constants = _sizes(traced, inputs)
+            sizes, constants, draws = _sizes(traced, inputs)
             computed = [node for node in traced.nodes if node.name not in constants]
             if seconds is None:
                 seconds = _timed(traced, inputs, computed, constants, num_rounds)
@@ -151,11 +157,12 @@ def profile(
         raise ConfigError(f"stated seconds lack the node {missing[0]!r}: the graph has {', '.join(names)}")
     if unknown := [name for name in seconds if name not in traced.named]:
         raise ConfigError(f"stated seconds of {unknown[0]!r}: no node of the graph{nearest(unknown[0], names)}")
-    return Profile(sizes, {name: seconds[name] for name in names}, constants)
+    return Profile(sizes, {name: seconds[name] for name in names}, constants, frozenset(draws))
 
 
-def _sizes(traced: Traced, inputs: Mapping[fx.Node, Any]) -> tuple[dict[str, Size], dict[str, Any]]:
+def _sizes(traced: Traced, inputs: Mapping[fx.Node, Any]) -> tuple[dict[str, Size], dict[str, Any], set[str]]:
     rounds, sizes, constants = _Rounds(traced, inputs), dict[str, Size](), dict[str, Any]()
+    draws = set[str]()
     state = [*traced.model.parameters(), *traced.model.buffers(), *tensors_of(list(inputs.values()))]
     seen = _Storages(state)
     for node in traced.nodes:
@@ -165,9 +172,11 @@ def _sizes(traced: Traced, inputs: Mapping[fx.Node, Any]) -> tuple[dict[str, Siz
             saved.append(tensor.detach())
             return tensor
 
-        value_of = rounds.cut(node)
+        value_of, before = rounds.cut(node), random_state()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Made() as made:
             value = traced.call(node, value_of)
+        if is_other_state(before) or _draws_otherwise(traced, node, value_of):
+            draws.add(node.name)
         found = tensors_of(value)
         if not found:
             _check_constant(node, constants)
@@ -181,7 +190,21 @@ def _sizes(traced: Traced, inputs: Mapping[fx.Node, Any]) -> tuple[dict[str, Siz
             None if one is None else one.shape, None if one is None else one.dtype, rounds.needs_grad[node],
             new, more, seen.new_bytes(made.tensors, keeps=False),
         )  # fmt: skip
-    return sizes, constants
+    return sizes, constants, draws
+
+
+def _draws_otherwise(traced: Traced, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> bool:
+    """Whether a node draws random numbers in the opposite mode."""
+    if node.op != "call_module" and traced.other is None:
+        return False
+    before, other = random_state(), traced.other or traced
+    own = {each.name: each for each in [*traced.sources.values(), *traced.nodes]}
+    module = traced.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+    modules = [] if module is None else list(module.modules())
+    # Some can't be called in it: a BatchNorm in training refuses a batch of one.
+    with torch.no_grad(), in_mode(modules, module is not None and not module.training), suppress(Exception):
+        other.call(other.named[node.name], lambda each: value_of(own[each.name]))
+    return is_other_state(before)
 
 
 def _check_constant(node: fx.Node, constants: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -11,15 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.node import map_arg
 
 from thinwire import _compat
+from thinwire.codecs.random import named_seed
 from thinwire.collectives import Communicator, Expected, Label, Mailbox, Meter
 from thinwire.collectives.groups import ranks_of
+from thinwire.device import random_state, set_random_state
 from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import Axis
 from thinwire.placement.plan import BACKWARD, FORWARD, CrossingTensor, DevicePlan, DeviceRoutes
 from thinwire.placement.profile import mapped
-from thinwire.placement.trace import target_name
+from thinwire.placement.trace import Traced, target_name
 from thinwire.table import Row, announce as announce_table
 
 # Of a rank that has no other: it stays zero.
@@ -31,7 +35,11 @@ class Placed:
 
     Call it on all ranks of the group at once, with the same inputs. All ranks get the output of the whole model.
     `backward` on a loss of it leaves each rank the gradients of its weights, equal to those of one process up to
-    rounding. Random numbers, such as those of dropout, differ between ranks.
+    rounding, and None where one process has None.
+
+    If the model draws random numbers, as dropout does, a forward draws one number of torch's generator. This number and
+    the name of a node seed what the node draws. So the draws are the same on any number of ranks, if all ranks were
+    seeded alike.
 
     Attributes:
         model: the given object; it holds the weights of this rank's part, under their original names.
@@ -55,8 +63,8 @@ class Placed:
             raise ConfigError(f"a group of {len(ranks)} ranks for a placement on {num}; nearest: {near}")
         comm = Communicator(group, timeout_s=timeout_s, checked=checked)
         self.model, self.rank, self.num_ranks = traced.model, comm.rank, num
-        plan = self._common_plan(comm, own)
-        self.routes = own if plan == own.plan else DeviceRoutes(traced, own.profile, plan, num, own.training)
+        plan, *alike = self._common_plan(comm, own)
+        self.routes = DeviceRoutes(traced, own.profile, plan, num, own.training)
         self.meter: Meter = comm.meter
         comm.close()
         self.mailbox = Mailbox(
@@ -68,7 +76,7 @@ class Placed:
         self.weights = self._take_part(optimizer)
         self.model.forward = self._forward
         if announce and self.rank == 0:
-            announce_table([*copy_rows(ranks), *describe(), *self._notes(plan == own.plan)])
+            announce_table([*copy_rows(ranks), *describe(), *self._notes(*alike)])
 
     def axis(self, mesh: DeviceMesh, data: str = "data") -> Axis:
         """The axis for `thinwire.zero(model, optimizer, method, axis=...)`: copies average along `data`.
@@ -85,22 +93,26 @@ class Placed:
         """Give the process group back. Call it between steps."""
         self.mailbox.close()
 
-    def _common_plan(self, comm: Communicator, own: DeviceRoutes) -> DevicePlan:
-        """The first rank's plan. Raises ConfigError for a rank with another model or other inputs."""
+    def _common_plan(self, comm: Communicator, own: DeviceRoutes) -> tuple[DevicePlan, bool, bool]:
+        """The first rank's plan, whether all ranks have it, and whether torch's generators are in one state on them.
+
+        Raises ConfigError for a rank with another model or other inputs.
+        """
         names = [name for name in own.traced.named if name not in own.profile.constants]
-        mark = torch.tensor([zlib.crc32(identity(own, names).encode())])
-        marks = comm.wait(comm.all_gather_exact(mark)).flatten().tolist()
+        texts = identity(own, names).encode(), torch.get_rng_state().numpy().tobytes()
+        told = comm.wait(comm.all_gather_exact(torch.tensor([zlib.crc32(text) for text in texts])))
+        marks, states = told.view(comm.world_size, 2).T.tolist()
         if odd := next((rank for rank, each in enumerate(marks) if each != marks[0]), None):
             raise ConfigError(
                 f"rank {comm.global_ranks[odd]} has placed another model, or for inputs of other shapes, than rank "
                 f"{comm.global_ranks[0]}: give all ranks of a group the same"
             )
-        plans = comm.wait(comm.all_gather_exact(own.plan.encoded(names)))
-        return DevicePlan.decoded(plans.view(comm.world_size, 2, -1)[0], names)
+        plans = comm.wait(comm.all_gather_exact(own.plan.encoded(names))).view(comm.world_size, 2, -1)
+        return DevicePlan.decoded(plans[0], names), bool((plans == plans[0]).all()), len(set(states)) == 1
 
     def _take_part(self, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
         """Drop the parts that other ranks have. Return this rank's trained weights."""
-        routes, homes = self.routes, dict[int, int]()
+        routes, homes, before = self.routes, dict[int, int](), list(self.model.parameters())
         for unit, home in zip(routes.plan.units, routes.plan.homes, strict=True):
             for name in unit:
                 homes |= {id(tensor): home for tensor in routes.traced.weights(routes.traced.named[name])}
@@ -116,16 +128,31 @@ class Placed:
             weights = [self.model.get_parameter(IDLE)]
             optimizer.param_groups[0]["params"].append(weights[0])
         if optimizer is not None:
-            keep_alone(optimizer, self.model)
+            kept = {id(param) for param in self.model.parameters()}
+            drop(optimizer, [param for param in before if id(param) not in kept])
         return weights
 
-    def _notes(self, is_own: bool) -> list[Row]:
-        rows = [] if is_own else [("plan", "that of the first rank", "ranks measured other seconds")]
-        return [*rows, ("random numbers", "each rank's own", "dropout differs from that of one process")]
+    def _notes(self, is_one_plan: bool, is_seeded_alike: bool) -> list[Row]:
+        rows = [] if is_one_plan else [("plan", "that of the first rank", "ranks measured other seconds")]
+        if self.routes.profile.draws and is_seeded_alike:
+            why = "a number of torch's generator and its name seed each node: other draws than without placing"
+            rows.append(("random numbers, as of dropout", "the same on any number of ranks", why))
+        elif self.routes.profile.draws:
+            why = "torch's generators differ: call torch.manual_seed with one number on all ranks"
+            rows.append(("random numbers, as of dropout", "each rank's own", why))
+        return rows
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = self.routes.traced.bind(args, kwargs)
-        step = PlacedStep(self, inputs)
+        traced = self.routes.traced.now()
+        inputs = traced.bind(args, kwargs)
+        known = {id(weight) for weight in self.weights} if self.routes.training else set()
+        for name, param in self.model.named_parameters() if known else ():
+            if param.requires_grad and id(param) not in known:
+                raise ConfigError(
+                    f"{name!r} requires a gradient, and did not when the model was placed: let it require one before "
+                    "`place`, and freeze it after `apply`"
+                )
+        step = PlacedStep(self, traced, inputs)
         if torch.is_grad_enabled() and self.routes.training:
             outputs = _Whole.apply(step, *self.weights)
         else:
@@ -137,7 +164,7 @@ class Placed:
                 return inputs[node]
             return found[node.name] if node.name in found else self.routes.profile.constants[node.name]
 
-        return mapped(self.routes.traced.output, value, fx.Node)
+        return mapped(traced.output, value, fx.Node)
 
 
 def identity(routes: DeviceRoutes, names: Sequence[str]) -> str:
@@ -145,9 +172,14 @@ def identity(routes: DeviceRoutes, names: Sequence[str]) -> str:
 
     names: of the nodes that are computed.
     """
-    nodes, sizes = routes.traced.named, routes.profile.sizes
-    told = [(name, nodes[name].op, target_name(nodes[name]), sizes[name].shape) for name in names]
-    return repr((told, routes.training))
+    told: list[Any] = [routes.training, sorted(routes.profile.draws)]
+    for name in names:
+        node = routes.traced.named[name]
+        constants = map_arg((node.args, node.kwargs), lambda each: each.name)
+        module = routes.traced.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        told.append((name, node.op, target_name(node), routes.profile.sizes[name].shape, constants, module))
+    # The address of a function is another one in each process.
+    return re.sub(" at 0x[0-9a-f]+", "", repr(told))
 
 
 class _Whole(torch.autograd.Function):
@@ -156,6 +188,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: PlacedStep, *weights: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.step = step
+        # Weights behind an output that no loss uses have no gradient, rather than one of zeros.
+        ctx.set_materialize_grads(False)
         outputs = step.forward(keeps_graph=True)
         discrete = (tensor for tensor in outputs if not (tensor.is_floating_point() or tensor.is_complex()))
         ctx.mark_non_differentiable(*discrete)
@@ -163,6 +197,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.step is None:
+            raise RuntimeError("a second backward through one forward of a placed model: call the model again")
         found = ctx.step.backward(gradients)
         ctx.step = None
         return None, *found
@@ -171,21 +207,22 @@ class _Whole(torch.autograd.Function):
 class PlacedStep:
     """One forward of a placed model, and its backward.
 
-    Each unit is differentiated by itself: its inputs are detached, whether they arrived or were made here. The
-    gradients of
-    a value are summed in the order of the units that took it: first this rank's, then those of other ranks in order.
+    Each unit is differentiated by itself: its inputs are detached, whether they arrived or were made here. A value's
+    gradients are summed in the order of the units that took it: first this rank's, then those of other ranks in order.
     """
 
-    def __init__(self, placed: Placed, inputs: dict[fx.Node, Any]) -> None:
+    def __init__(self, placed: Placed, traced: Traced, inputs: dict[fx.Node, Any]) -> None:
+        """traced: the graph for the modes in which modules are. inputs: by its placeholders."""
         self.placed, self.routes, self.mailbox = placed, placed.routes, placed.mailbox
-        self.inputs = inputs
+        self.traced, self.inputs = traced, inputs
         self.own = [unit for unit, home in enumerate(self.routes.plan.homes) if home == placed.rank]
-        self._named = self.routes.traced.named
         # By the number of a crossing: its tensor here, without a graph; by unit: its cut inputs, and its outputs.
         self._held: dict[int, Tensor] = {}
         self._graphs: dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]] = {}
         self._gradients: dict[int, Tensor] = {}
         self._of_weights: dict[int, Tensor] = {}
+        # One number on all ranks, which seeds what nodes draw.
+        self._drawn = int(torch.randint(2**62, (), device="cpu")) if self.routes.profile.draws else 0
 
     def forward(self, *, keeps_graph: bool) -> tuple[Tensor, ...]:
         """The model's outputs, detached. A collective over the group."""
@@ -217,20 +254,21 @@ class PlacedStep:
         for crossing in (one for one in routes.crossings if one.is_output and one.home == rank):
             self._add(self._gradients, crossing.number, given[crossing.node])
         coming = routes.returns(rank)
-        self.mailbox.begin([Expected(_label(BACKWARD, one, sender), sender, one.num_bytes) for one, sender in coming])
+        self.mailbox.begin(
+            [Expected(_label(BACKWARD, one, sender), sender, one.gradient_bytes) for one, sender in coming]
+        )
         for unit in reversed(self.own):
             for crossing in routes.outputs[unit]:
                 for sender in crossing.senders if crossing.home == rank else ():
-                    packet = self.mailbox.take(_label(BACKWARD, crossing, sender))
-                    self._add(self._gradients, crossing.number, self._tensor(crossing, packet))
+                    packet = self.mailbox.take(_label(BACKWARD, crossing, sender), _gradient_length)
+                    gradient = self._tensor(crossing, packet[1:].clone()) if packet[0] else None
+                    self._add(self._gradients, crossing.number, gradient)
             begun_s = time.perf_counter()
             self._differentiate(unit)
             self.placed.spans.append((BACKWARD, unit, begun_s, time.perf_counter()))
             for crossing in routes.gives_back(unit):
-                gradient = self._gradients.pop(crossing.number, None)
-                if gradient is None:
-                    gradient = torch.zeros(crossing.shape, dtype=crossing.dtype)
-                self.mailbox.send(crossing.home, _label(BACKWARD, crossing, rank), _packet(gradient))
+                packet = _gradient_packet(crossing, self._gradients.pop(crossing.number, None))
+                self.mailbox.send(crossing.home, _label(BACKWARD, crossing, rank), packet, _gradient_length(packet))
         self.mailbox.finish()
         return [self._of_weights.get(id(weight)) for weight in self.placed.weights]
 
@@ -250,20 +288,32 @@ class PlacedStep:
             tensor = self._held[crossing.number].detach()
             if keeps_graph and crossing.needs_grad:
                 leaves[crossing.number] = tensor.requires_grad_()
-            values[self._named[crossing.node]] = tensor
+            values[self.traced.named[crossing.node]] = tensor
 
         def value_of(node: fx.Node) -> Any:
             return values[node] if node in values else routes.profile.constants[node.name]
 
         with torch.set_grad_enabled(keeps_graph):
             for name in routes.plan.units[unit]:
-                values[self._named[name]] = routes.traced.call(self._named[name], value_of)
-        outputs = {one.number: values[self._named[one.node]] for one in routes.outputs[unit]}
+                values[self.traced.named[name]] = self._called(name, value_of)
+        outputs = {one.number: values[self.traced.named[one.node]] for one in routes.outputs[unit]}
         for crossing in routes.outputs[unit]:
             _check(crossing, outputs[crossing.number])
         if keeps_graph:
             self._graphs[unit] = leaves, outputs
         return [output.detach() for output in outputs.values()]
+
+    def _called(self, name: str, value_of: Callable[[fx.Node], Any]) -> Any:
+        """A node's result. What it draws depends on the step and its name, and not on what its rank drew before."""
+        node = self.traced.named[name]
+        if name not in self.routes.profile.draws:
+            return self.traced.call(node, value_of)
+        common = random_state()
+        torch.manual_seed(named_seed(self._drawn, name) >> 1)
+        try:
+            return self.traced.call(node, value_of)
+        finally:
+            set_random_state(common)
 
     def _differentiate(self, unit: int) -> None:
         """Add to the gradients of a unit's inputs and weights."""
@@ -283,7 +333,7 @@ class PlacedStep:
             self._add(self._of_weights, id(weight), gradient)
 
     def _weights(self, name: str) -> list[Tensor]:
-        return [weight for weight in self.routes.traced.weights(self._named[name]) if weight.requires_grad]
+        return [weight for weight in self.traced.weights(self.traced.named[name]) if weight.requires_grad]
 
     @staticmethod
     def _add(sums: dict[int, Tensor], key: int, gradient: Tensor | None) -> None:
@@ -301,6 +351,19 @@ def _packet(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
+def _gradient_packet(crossing: CrossingTensor, gradient: Tensor | None) -> Tensor:
+    """The message of a gradient: a byte that says whether there is one, and its bytes."""
+    packet = torch.empty(crossing.gradient_bytes, dtype=torch.uint8)
+    packet[0] = gradient is not None
+    if gradient is not None:
+        packet[1:] = _packet(gradient)
+    return packet
+
+
+def _gradient_length(packet: Tensor) -> int:
+    return packet.numel() if packet[0] else 1
+
+
 def _check(crossing: CrossingTensor, output: Any) -> None:
     shape, dtype = (output.shape, output.dtype) if isinstance(output, Tensor) else (None, None)
     if (shape, dtype) != (crossing.shape, crossing.dtype):
@@ -311,13 +374,13 @@ def _check(crossing: CrossingTensor, output: Any) -> None:
         )
 
 
-def keep_alone(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Leave in an optimizer only the parameters that the model still has, and their state."""
-    kept = {id(param) for param in model.parameters()}
+def drop(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    """Take parameters, and their state, out of an optimizer."""
+    gone = {id(param) for param in params}
     for group in optimizer.param_groups:
-        for param in (param for param in group["params"] if id(param) not in kept):
-            optimizer.state.pop(param, None)
-        group["params"] = [param for param in group["params"] if id(param) in kept]
+        group["params"] = [param for param in group["params"] if id(param) not in gone]
+    for param in params:
+        optimizer.state.pop(param, None)
 
 
 def copy_rows(ranks: Sequence[int]) -> list[Row]:

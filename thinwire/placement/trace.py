@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from thinwire.errors import ConfigError, nearest
 
@@ -61,40 +63,67 @@ class Traced:
     Attributes:
         signature: of the forward.
         fixed: arguments that are not tensors, by name. The graph holds only for these values.
+        kinds: shape and dtype of the tensors among the arguments, by name. Constants may depend on them.
         sources: the placeholder of each argument.
         nodes: those that compute.
         output: what the model returns, with nodes in it.
         changed: nodes that no longer write into their input.
-        mode: training or not, if a function received it while tracing; None: only modules depend on it.
+        reads: modules that were asked while tracing whether they train, and what they said. The graph holds only then.
+        other: the graph of the opposite mode, if it has the same nodes, which differ only in constants.
     """
 
     model: nn.Module
     signature: inspect.Signature
     fixed: Mapping[str, Any]
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]]
     sources: Mapping[str, fx.Node]
     nodes: tuple[fx.Node, ...]
     output: Any
     changed: tuple[str, ...] = ()
-    mode: bool | None = None
+    reads: Mapping[nn.Module, bool] = field(default_factory=dict)
+    other: Traced | None = None
 
-    @property
+    @cached_property
     def named(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self.nodes}
 
+    def now(self) -> Traced:
+        """The graph for the modes in which modules are. Raises ConfigError if no graph was traced for them."""
+        for one in (self, self.other):
+            if one is not None and all(module.training == mode for module, mode in one.reads.items()):
+                return one
+        module, then = next((module, mode) for module, mode in self.reads.items() if module.training != mode)
+        names = {each: name for name, each in self.model.named_modules()}
+        name = names.get(module, "")
+        told, leaf = (f"module {name!r}", f", leaves=[{name!r}]") if name else (f"the {type(module).__name__}", "")
+        mode, before = ("training" if each else "evaluation" for each in (not then, then))
+        raise ConfigError(
+            f"{told} is in {mode}, was in {before} when the model was placed, and its forward depends on that: give "
+            f"what differs a module of its own, such as nn.Dropout{leaf}, or place the model in {mode} for another "
+            "placement"
+        )
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
-        """The arguments of a call, by placeholder. Raises ConfigError if fixed arguments differ from the graph's."""
-        if self.mode is not None and self.mode != self.model.training:
-            now, then = ("training" if mode else "evaluation" for mode in (self.model.training, self.mode))
-            raise ConfigError(
-                f"the model is in {now} and was traced in {then}, by which one of its functions is fixed: use modules, "
-                "such as nn.Dropout, in place of functions with training="
-            )
+        """The arguments of a call, by placeholder.
+
+        Raises ConfigError for fixed arguments and shapes that differ from the graph's, and for inputs that require a
+        gradient where gradients are computed.
+        """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in self.fixed.items():
             given = bound.arguments[name]
             if isinstance(given, Tensor) or given != value:
                 raise ConfigError(f"{name}={_short(given)}: the placement was made for {name}={_short(value)}")
+        for name, (shape, dtype) in self.kinds.items():
+            given = bound.arguments[name]
+            if not isinstance(given, Tensor) or (given.shape, given.dtype) != (shape, dtype):
+                raise ConfigError(
+                    f"{name}={_short(given)}: the placement was made for a tensor {list(shape)} of {dtype}; place "
+                    "the model for inputs of these shapes"
+                )
+            if given.requires_grad and torch.is_grad_enabled():
+                raise ConfigError(f"{name!r} requires a gradient, and none comes back for inputs: give it detached")
         return {node: bound.arguments[name] for name, node in self.sources.items()}
 
     def call(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
@@ -136,24 +165,45 @@ def trace(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any], leaves: C
     except TypeError as error:
         raise ConfigError(f"inputs do not fit {type(model).__name__}.forward{signature}: {error}") from None
     bound.apply_defaults()
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    open_ = [name for name, one in signature.parameters.items() if one.kind in kinds]
+    varied = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    open_ = [name for name, one in signature.parameters.items() if one.kind in varied]
     if any(bound.arguments[name] for name in open_):
         raise ConfigError(f"{type(model).__name__}.forward takes *{open_[0]}: give its arguments names of their own")
     fixed = {name: value for name, value in bound.arguments.items() if not isinstance(value, Tensor)}
-    if grad := next((n for n, v in bound.arguments.items() if isinstance(v, Tensor) and v.requires_grad), None):
-        raise ConfigError(f"{grad!r} requires a gradient, and none comes back for inputs: give it detached")
+    for name, value in fixed.items():
+        if _has_tensor(value):
+            raise ConfigError(f"{name!r} is a {type(value).__name__} with tensors: give each an argument of its own")
+    kinds = {name: (v.shape, v.dtype) for name, v in bound.arguments.items() if isinstance(v, Tensor)}
+    traced = replace(_traced(model, leaves, signature, fixed, open_), kinds=kinds)
+    if not traced.reads:
+        return traced
+    other = _other(traced, leaves, open_)
+    return replace(traced, other=other and replace(other, kinds=kinds))
+
+
+def _has_tensor(value: Any) -> bool:
+    found: list[bool] = []
+    map_aggregate(value, lambda each: found.append(isinstance(each, Tensor)))
+    return any(found)
+
+
+def _traced(
+    model: nn.Module, leaves: Collection[Leaf], signature: inspect.Signature, fixed: Mapping[str, Any],
+    open_: Collection[str],
+) -> Traced:  # fmt: skip
     tracer = _Tracer(leaves)
     try:
-        graph = tracer.trace(model, concrete_args={name: value for name, value in fixed.items() if name not in open_})
+        with _recorded_modes() as reads:
+            graph = tracer.trace(model, {name: value for name, value in fixed.items() if name not in open_})
     except Exception as error:
         raise ConfigError(_untraceable(model, tracer.path, error)) from None
-    return _collected(model, signature, fixed, open_, graph)
+    return _collected(model, signature, fixed, open_, graph, reads)
 
 
 def _collected(
-    model: nn.Module, signature: inspect.Signature, fixed: dict[str, Any], open_: list[str], graph: fx.Graph
-) -> Traced:
+    model: nn.Module, signature: inspect.Signature, fixed: Mapping[str, Any], open_: Collection[str], graph: fx.Graph,
+    reads: Mapping[nn.Module, bool],
+) -> Traced:  # fmt: skip
     holders = [node for node in graph.nodes if node.op == "placeholder"]
     names = [name for name in signature.parameters if name not in open_]
     sources = {name: node for name, node in zip(names, holders, strict=False) if name not in fixed}
@@ -165,16 +215,62 @@ def _collected(
     nodes = tuple(node for node in graph.nodes if node.op in COMPUTE)
     (output,) = (node.args[0] for node in graph.nodes if node.op == "output")
     changed = tuple(node.name for node in nodes if _out_of_place(model, node, graph))
-    asks = any("training" in node.kwargs for node in nodes) or _reads_mode(model, nodes)
-    mode = model.training if asks else None
-    return Traced(model, signature, fixed, sources, nodes, output, changed, mode)
+    return Traced(model, signature, fixed, {}, sources, nodes, output, changed, dict(reads))
 
 
-def _reads_mode(model: nn.Module, nodes: Sequence[fx.Node]) -> bool:
-    """Whether a forward that was traced, and is no node itself, reads whether its module trains."""
-    leaves = tuple(f"{node.target}." for node in nodes if node.op == "call_module")
-    traced = (type(module).forward for name, module in model.named_modules() if not f"{name}.".startswith(leaves))
-    return any("training" in forward.__code__.co_names for forward in traced if hasattr(forward, "__code__"))
+@contextmanager
+def _recorded_modes() -> Iterator[dict[nn.Module, bool]]:
+    """The modules that are asked inside whether they train, in whatever way, and what they say."""
+    found: dict[nn.Module, bool] = {}
+
+    def read(module: Any, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if name == "training":
+            found[module] = value
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        del nn.Module.__getattribute__
+
+
+@contextmanager
+def in_mode(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
+    """Modules in one mode. Their `train` is not called, as it may do more."""
+    before = {module: module.training for module in modules}
+    try:
+        for module in before:
+            module.training = training
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def _other(traced: Traced, leaves: Collection[Leaf], open_: Collection[str]) -> Traced | None:
+    """The graph of the opposite mode, if it can be traced and is alike."""
+    model = traced.model
+    try:
+        with in_mode(model.modules(), not model.training):
+            other = _traced(model, leaves, traced.signature, traced.fixed, open_)
+    except ConfigError:
+        return None
+    return other if are_alike(traced, other) else None
+
+
+def are_alike(a: Traced, b: Traced, fixed: Collection[str] = ()) -> bool:
+    """Whether two graphs have the same nodes, which differ only in constants; and, if named in `fixed`, not at all."""
+
+    def told(traced: Traced) -> Any:
+        nodes = [(n.name, n.op, n.target, *(each.name for each in n.all_input_nodes)) for n in traced.nodes]
+        constants = [map_arg((n.args, n.kwargs), lambda each: each.name) for n in traced.nodes if n.name in fixed]
+        shown: list[str] = []
+        map_arg(traced.output, lambda each: shown.append(each.name))
+        return nodes, constants, shown
+
+    return bool(told(a) == told(b))
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
@@ -234,6 +330,30 @@ def _check_leaves(model: nn.Module, leaves: Collection[Leaf]) -> None:
             )
 
 
+def stated_groups(traced: Traced, groups: Collection[Collection[str]]) -> list[list[str]]:
+    """The nodes of each group of names of modules or nodes. Raises ConfigError for a name without a node."""
+    paths = {node.name: {node.name, *_modules_of(node)} for node in traced.nodes}
+    known = sorted(set().union(*paths.values()))
+    found = []
+    for group in groups:
+        if isinstance(group, str):
+            raise ConfigError(
+                f"groups: {group!r} must be a list of names that share a rank, such as [[{group!r}, ...]]"
+            )
+        for name in group:
+            if name not in known:
+                raise ConfigError(f"groups: {name!r} is no module or node that computes{nearest(name, known)}")
+        found.append([name for name, own in paths.items() if own & set(group)])
+    return found
+
+
+def _modules_of(node: fx.Node) -> set[str]:
+    """The names of the modules in whose forward a node is, and of its own."""
+    stack = node.meta.get("nn_module_stack") or {}
+    own = {path for path, _ in stack.values() if path}
+    return {*own, str(node.target)} if node.op == "call_module" else own
+
+
 def _untraceable(model: nn.Module, path: Sequence[str], error: Exception) -> str:
     cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if not path:
@@ -266,4 +386,4 @@ def is_of_shapes(node: fx.Node) -> bool:
 
 
 def _short(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return f"a tensor {list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)

@@ -77,11 +77,11 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not supported"),
         (
             ["--activations", "sample:0.3", "--workers", "2", "--stages", "2"],
-            "residency with activations sample:0.3 beside an axis pipeline: not supported, because its micro-batches overlap",
+            "sample:0.3 beside an axis pipeline: not supported, because its micro-batches overlap",
         ),
         (
             ["--memory", "2gb", "--optimizer", "apollo", "--residency.gradients", "disk"],
-            "needs a gradient more than once in a step; nearest: --residency.gradients memory, or, for an Apollo that limits its updates, step",
+            "memory, or, for an Apollo that limits its updates, step",
         ),
         (
             ["--memory", "2gb", "--optimizer", "apollo", "--residency.states", "int8/64"],

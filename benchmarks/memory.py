@@ -1,18 +1,22 @@
 """What a budget of memory costs: a run whose weights and states lie on a disk, beside the same run in memory.
 
-    python benchmarks/memory.py [--budget] [--links] [--optimizers] [--expanded] [--most-minutes 10]
+    python benchmarks/memory.py [--budget] [--plot] [--links] [--optimizers] [--expanded] [--most-minutes 10]
         [--model NAME] [--memory 900mb] [--workers 1] [--rates 200MB/s 400MB/s 800MB/s] [--steps 4] [--store DIR]
-        [options of `thinwire train`, for budget]
+        [--budgets 900mb 1200mb 1500mb 1800mb] [options of `thinwire train`, for budget and plot]
 
 Each flag runs one part; without any, the first. Options of the table [residency] are those of the runs under a budget,
 all others those of each. A run that takes longer than --most-minutes is ended, and its part with it. The parts have 5,
-3, 60 and 3 runs by default.
+5, 3, 60 and 3 runs by default.
 
 budget: trains the same steps in memory, then under the budget with the disk as it is, then with the disk held to each
 rate. Prints for each whether losses are equal bit for bit; seconds of a step over those in memory, and over max(seconds
 in memory, bytes / rate), below which no step can be; bytes that the disk moved over those that `thinwire explain`
 states; the most anonymous memory of a worker over the budget, and over what `thinwire explain` states. Steps are
 medians without the first two, after which what stays in memory is settled.
+
+plot: trains the same steps in memory and under each of the budgets, where `auto` decides what lies on the disk. Writes
+seconds of a step, peaks and bytes moved to benchmarks/results/memory.json, and the plots that
+docs/tasks/larger-than-memory.md shows.
 
 links: four nodes at 100 Mbit/s in the lab, of `demo` by default. Prints the tokens per second of sdp4bit with all on a
 disk over those in memory, and over those of weights in bf16 that are cut over the ranks.
@@ -57,9 +61,13 @@ from thinwire.launch.line import read_config
 from thinwire.methods.memory import MemoryPart, in_use, placed, read_byte_rate, read_bytes
 from thinwire.models.build import build_skeleton
 from thinwire.options import model_table
+from thinwire.report.machine import machine
+from thinwire.report.svg import Chart, alone
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run
 
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
 WARM_UP, POLL_S = 2, 0.05
 # Of one run.
 MOST_MINUTES = [10.0]
@@ -146,17 +154,23 @@ def stated(words: list[str]) -> tuple[list[MemoryPart], int]:
     return parts, in_use(parts, setup)
 
 
-def print_budget(folder: Path, asked: argparse.Namespace) -> None:
-    """Steps under a budget over steps in memory."""
+def words_of(asked: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Options of `thinwire train` for all runs, and those besides for runs under a budget."""
     common = {
         "model": asked.model or "125m", "workers": asked.workers, "local-size": 1, "micro-batch": 1,
         "steps": asked.steps, "seq-len": asked.seq_len, "eval-sequences": 0, "sample-tokens": 0,
         "checkpoint-every": 0, "timeout": 3000,
     }  # fmt: skip
     words = [part for name, value in common.items() for part in (f"--{name}", str(value))]
-    own, words = options_of(asked.more, "--residency."), [*words, *options_of(asked.more, "--residency.", without=True)]
+    own = options_of(asked.more, "--residency.")
+    return [*words, *options_of(asked.more, "--residency.", without=True)], ["--store", asked.store, *own]
+
+
+def print_budget(folder: Path, asked: argparse.Namespace) -> None:
+    """Steps under a budget over steps in memory."""
+    words, own = words_of(asked)
     own = own if "--residency.weights" in own else [*own, "--residency.weights", "disk"]
-    budget = [*words, "--memory", asked.memory, "--store", asked.store, *own]
+    budget = [*words, "--memory", asked.memory, *own]
     parts, says = stated(budget)
     says_moved = sum(part.read + part.written for part in parts)
     memory = train(folder, words)
@@ -177,6 +191,44 @@ def print_budget(folder: Path, asked: argparse.Namespace) -> None:
             "stated",
             flush=True,
         )
+
+
+def write_plot(folder: Path, asked: argparse.Namespace) -> None:
+    """Seconds of a step, and peaks, over the budget."""
+    words, own = words_of(asked)
+    found = list[dict[str, Any]]()
+    for budget in (None, *asked.budgets):
+        run = train(folder, words if budget is None else [*words, "--memory", budget, *own])
+        moved = run.typical("disk_read_bytes") + run.typical("disk_written_bytes") if budget else 0
+        budget_bytes = None if budget is None else read_bytes(budget)
+        figures = {"step_s": run.typical("step_s"), "peak_bytes": run.peak_bytes, "moved_bytes": moved}
+        found.append({"budget_bytes": budget_bytes, **figures})
+        print(f"{budget or 'in memory'}: {json.dumps(figures)}", flush=True)
+    told = {"options": words, "machine": machine(), "load": os.getloadavg()[0], "runs": found}
+    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+    for name, svg in plots(found).items():
+        (ROOT / "docs" / name).write_text(svg)
+
+
+def plots(found: list[dict[str, Any]]) -> dict[str, str]:
+    """The pictures, by name."""
+    (memory, *under), made = found, dict[str, str]()
+    for name, key, scale, label in (
+        ("memory-seconds.svg", "step_s", 1.0, "seconds of a step"),
+        ("memory-peaks.svg", "peak_bytes", 1e6, "peak of a worker, MB"),
+    ):
+        points = [(run["budget_bytes"] / 1e6, run[key] / scale) for run in under]
+        ends = points[0][0], points[-1][0]
+        lines = {"under the budget": points, "in memory": [(at, memory[key] / scale) for at in ends]}
+        if scale > 1:
+            lines["the budget"] = [(at, at) for at in ends]
+        highest = 1.1 * max(y for line in lines.values() for _, y in line)
+        chart = Chart(label, ends, (0.0, highest), "budget, MB", label, names=list(lines))
+        for number, line in enumerate(lines.values()):
+            chart.line(line, f"c{number}")
+        chart.end_labels([(told, f"c{number}", line[-1]) for number, (told, line) in enumerate(lines.items())])
+        made[name] = alone(chart.svg())
+    return made
 
 
 def options_of(words: list[str], prefix: str, *, without: bool = False) -> list[str]:
@@ -292,7 +344,8 @@ def smoothed(steps: list[dict[str, Any]], num: int = 20) -> list[float]:
 
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], None]] = {
-    "budget": print_budget, "links": print_links, "optimizers": print_optimizers, "expanded": print_expanded,
+    "budget": print_budget, "plot": write_plot, "links": print_links, "optimizers": print_optimizers,
+    "expanded": print_expanded,
 }  # fmt: skip
 
 
@@ -303,6 +356,7 @@ def main() -> None:
     parser.add_argument("--most-minutes", type=float, default=MOST_MINUTES[0], help="of one run")
     parser.add_argument("--model", help="by default 125m, and demo for links")
     parser.add_argument("--memory", default="900mb")
+    parser.add_argument("--budgets", nargs="+", default=["900mb", "1200mb", "1500mb", "1800mb"])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rates", nargs="*", default=["200MB/s", "400MB/s", "800MB/s"])
     parser.add_argument("--steps", type=int, default=4)

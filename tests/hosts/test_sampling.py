@@ -20,7 +20,7 @@ from thinwire.checkpoint import Disk, Keep, Saver, Source
 from thinwire.codecs.random import uniform
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload.activations import kept_bytes
+from thinwire.hosts.offload.activations import kept_bytes, recompute
 from thinwire.hosts.offload.norms import FLOOR, SeenNorms
 from thinwire.hosts.offload.products import ProductRows, SampledProducts
 from thinwire.hosts.offload.sampling import RowSampler
@@ -230,7 +230,7 @@ def test_norms_that_say_nothing_leave_rows_their_own() -> None:
     seen.begin(numbers)
     for length, norms in ((5, torch.zeros(10)), (5, torch.ones(10)), (3, torch.ones(6))):
         seen.weights("layer", 2 * length)
-        seen.add("layer", norms)
+        seen.noting("layer")(norms)
         seen.begin(numbers)
         found = seen.weights("layer", 2 * length)
         assert (found is None) == (not norms.any())
@@ -291,6 +291,29 @@ def test_what_a_mask_leaves_out_is_neither_counted_nor_kept() -> None:
     gradients(model, x, attention_mask=mask)
     kept = sampler._last
     assert kept is not None and len(kept.places) == 20 and not mask.flatten()[kept.places].eq(0).any()
+
+
+def test_slices_of_a_batch_have_the_masks_and_norms_of_their_own_sequences() -> None:
+    """Five sequences in two unequal slices, of which each has another mask and another gradient."""
+    x = torch.randn(5, 12, 16, generator=torch.Generator().manual_seed(1)) * torch.arange(1, 6).view(5, 1, 1)
+    mask = (torch.arange(12) < torch.tensor([12, 3, 6, 9, 12]).view(5, 1)).float()
+    found, weights = [], []
+    for slices in (1, 2):
+        model, seen = Blocks(), SeenNorms(Communicator(), None, TierMeter())
+        sampler = RowSampler(model, 0.5, seen)
+        recompute(model, slices)
+        for _ in range(2):
+            seen.begin(torch.arange(5))
+            weights.append(gradients(model, x, attention_mask=mask)[0])
+            kept = sampler._last
+        assert kept is not None
+        # The layer is computed again slice by slice; the first three sequences come last.
+        own = mask if slices == 1 else mask[:3]
+        assert not own.flatten()[kept.places].eq(0).any() and len(kept.places) == num_kept(0.5, int(own.sum()))
+        found.append({group: norms.view(5, 12) for group, norms in seen._new.items()})
+    assert found[0].keys() == found[1].keys()
+    for group, norms in found[0].items():
+        torch.testing.assert_close(found[1][group], norms)
 
 
 def seen_twice(rank: int, world_size: int, folder: str | None) -> list[Any]:

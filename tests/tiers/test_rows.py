@@ -38,7 +38,7 @@ def test_rows_are_those_of_the_matrix(tmp_path: Path, width: int, dtype: torch.d
         before = store.file.meter.snapshot()
         assert torch.equal(store.gather(idx), values[idx])
         read = (store.file.meter.snapshot() - before).read_bytes
-        distinct = len(idx.unique())
+        distinct, read = len(idx.unique()), read - aligned(store.row_bytes)
         assert distinct * store.row_bytes <= read <= distinct * (store.row_bytes + 3 * BLOCK_BYTES)
     out = torch.empty(2, width, dtype=dtype)
     assert store.gather(torch.tensor([5, 1]), out) is out and torch.equal(out, values[[5, 1]])
@@ -108,6 +108,15 @@ def test_an_index_says_where_the_rows_lie(tmp_path: Path) -> None:
             store[idx]
 
 
+def test_a_disk_that_gives_zeros_is_found_by_the_canary(tmp_path: Path) -> None:
+    """Rows of zeros, such as that of padding, have the checksum of what such a disk gives."""
+    store = stored(tmp_path, torch.zeros(9, 40), 0)
+    assert store.file.num_bytes == 2 * BLOCK_BYTES and torch.equal(store[[2]], torch.zeros(1, 40))
+    store.file.write(0, pages(2 * BLOCK_BYTES).zero_())
+    with pytest.raises(ThinwireError, match=f"store {tmp_path}: the canary row is not what was written"):
+        store[[2]]
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_rows_that_were_never_put_are_zeros(tmp_path: Path, on_disk: bool) -> None:
     meter = TierMeter()
@@ -121,11 +130,15 @@ def test_rows_that_were_never_put_are_zeros(tmp_path: Path, on_disk: bool) -> No
         assert torch.equal(rows[:], expected[:num]) and torch.equal(rows.values(), expected[:num])
     rows.reach(64)
     assert torch.equal(rows[[63, 17]], torch.stack([torch.zeros(6, dtype=torch.bfloat16), expected[17]]))
-    assert (meter.snapshot().written_bytes == 6 * 12) == on_disk
+    assert (meter.snapshot().written_bytes == 7 * 12) == on_disk
     if on_disk:
         assert rows._file is not None
-        os.pwrite(rows._file.fileno(), bytes(12), 20 * 12)
+        os.pwrite(rows._file.fileno(), bytes(12), 21 * 12)
         with pytest.raises(ThinwireError, match=f"store {tmp_path / 'store'}: row 20 not what was written"):
             rows[[5, 20]]
+        # Those of rows that were never put are the zeros that a broken file gives, too.
+        os.pwrite(rows._file.fileno(), bytes(64 * 12), 0)
+        with pytest.raises(ThinwireError, match=f"store {tmp_path / 'store'}: the canary row is not what was written"):
+            rows[[63]]
     rows.close()
     assert not [entry for entry in tmp_path.rglob("*") if entry.is_file()]

@@ -75,6 +75,18 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--slices", "2", "--model", "moe-tiny", "--moe.router", "noisy"], "slices beside router 'noisy'"),
         (["--memory", "2gb", "--workers", "2", "--sequence.parallel", "2"], "or --activations recompute and nothing"),
         (["--memory", "2gb", "--workers", "2", "--stages", "2"], "residency beside an axis pipeline: not supported"),
+        (
+            ["--activations", "sample:0.3", "--workers", "2", "--stages", "2"],
+            "sample:0.3 beside an axis pipeline: not supported, because its micro-batches overlap",
+        ),
+        (
+            ["--memory", "2gb", "--optimizer", "apollo", "--residency.gradients", "disk"],
+            "memory, or, for an Apollo that limits its updates, step",
+        ),
+        (
+            ["--memory", "2gb", "--optimizer", "apollo", "--residency.states", "int8/64"],
+            "states int8/64 rounds state that each element has; nearest: --residency.states fp32",
+        ),
     ],
 )  # fmt: skip
 def test_what_can_not_be_is_refused(tmp_path: Path, words: list[str], told: str) -> None:

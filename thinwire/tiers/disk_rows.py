@@ -11,14 +11,14 @@ from torch import Tensor
 
 from thinwire.tiers.file import DiskFile
 from thinwire.tiers.pool import BLOCK_BYTES, aligned, pages
-from thinwire.tiers.rows import RowStore, sums_of
+from thinwire.tiers.rows import RowStore, canary, sums_of
 
 # Bytes that are read at once; two such parts are in memory.
 STAGING_BYTES = 1 << 20
 
 
 class DiskRows(RowStore):
-    """A matrix in a file, from byte `place` on, whose checksums are in memory.
+    """A matrix in a file, from byte `place` on, whose checksums are in memory. The canary lies behind the file's end.
 
     Rows are read in runs of whole blocks: those whose blocks touch are read together. While one run is copied, the next
     one is read.
@@ -31,6 +31,11 @@ class DiskRows(RowStore):
         super().__init__(num_rows, width, dtype, device)
         self.file, self.place = file, place
         self._noted = torch.zeros(num_rows, dtype=torch.int64)
+        self._canary_place = file.num_bytes
+        file.grow(file.num_bytes + self.row_bytes)
+        memory = pages(aligned(self.row_bytes))
+        memory[: self.row_bytes] = canary(self.row_bytes)
+        file.write(self._canary_place, memory)
         self._staging = [pages(max(STAGING_BYTES, aligned(self.row_bytes) + BLOCK_BYTES)) for _ in range(2)]
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-rows")
 
@@ -64,6 +69,9 @@ class DiskRows(RowStore):
             if number + 1 < len(reads):
                 coming = self._reader.submit(self._read, wanted, reads[number + 1], (number + 1) % 2)
             torch.index_select(rows, 0, wanted[first:end] - wanted[first], out=found[first:end])
+        memory = self._staging[0][: aligned(self.row_bytes)]
+        self.file.read(self._canary_place, memory)
+        self._check_canary(memory[: self.row_bytes])
         return found
 
     def _runs(self, wanted: Tensor) -> Iterator[tuple[int, int]]:

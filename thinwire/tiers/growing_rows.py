@@ -14,11 +14,11 @@ from torch import Tensor
 from thinwire.errors import ThinwireError
 from thinwire.tiers.file import Pace, TierMeter, TierReading
 from thinwire.tiers.mount import check_folder
-from thinwire.tiers.rows import RowStore, sums_of
+from thinwire.tiers.rows import RowStore, canary, sums_of
 
 
 class GrowingRows(RowStore):
-    """A matrix that begins without rows. Rows that were not put are zeros.
+    """A matrix that begins without rows. Rows that were not put are zeros. In a file, the canary lies before them.
 
     Args:
         folder: of the file, on a disk; its space is freed when the process ends. None: rows lie in memory.
@@ -37,6 +37,7 @@ class GrowingRows(RowStore):
             check_folder(folder, 0)
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            self._write(torch.tensor([-1]), canary(self.row_bytes).view(1, -1))
 
     @property
     def name(self) -> str:
@@ -61,10 +62,15 @@ class GrowingRows(RowStore):
         if self._file is None:
             self._held[numbers] = rows
             return
-        octets, start = rows.contiguous().view(torch.uint8).numpy(), time.monotonic()
+        self._write(numbers, rows.contiguous().view(torch.uint8))
+
+    def _write(self, numbers: Tensor, rows: Tensor) -> None:
+        """Write rows, uint8 [n, row_bytes], to the file; the canary is number -1."""
+        assert self._file is not None
+        octets, start = rows.numpy(), time.monotonic()
         for number, content in zip(numbers.tolist(), octets, strict=True):
             try:
-                if os.pwrite(self._file.fileno(), content.data, number * self.row_bytes) < self.row_bytes:
+                if os.pwrite(self._file.fileno(), content.data, (1 + number) * self.row_bytes) < self.row_bytes:
                     raise OSError(28, "no space left")
             except OSError as error:
                 raise ThinwireError(f"{self.name}: rows can't be written: {error.strerror}") from error
@@ -75,10 +81,10 @@ class GrowingRows(RowStore):
         """All rows, [num_rows, width]; those of a file as a view that is only read, page by page."""
         if self._file is None or not self.num_rows:
             return self._held[: self.num_rows]
-        num_bytes = self.num_rows * self.row_bytes
+        num_bytes = (1 + self.num_rows) * self.row_bytes
         os.ftruncate(self._file.fileno(), max(num_bytes, os.fstat(self._file.fileno()).st_size))
         memory = mmap.mmap(self._file.fileno(), num_bytes, flags=mmap.MAP_SHARED)
-        return torch.frombuffer(memory, dtype=self.dtype).view(-1, self.width)
+        return torch.frombuffer(memory, dtype=self.dtype).view(-1, self.width)[1:]
 
     def close(self) -> None:
         """Free the disk space."""
@@ -91,13 +97,14 @@ class GrowingRows(RowStore):
     def _fetch(self, wanted: Tensor) -> Tensor:
         if self._file is None:
             return self._held[wanted]
-        found = torch.zeros(len(wanted), self.width, dtype=self.dtype)
+        found = torch.zeros(1 + len(wanted), self.width, dtype=self.dtype)
         octets, start = found.view(torch.uint8).numpy(), time.monotonic()
-        for number, into in zip(wanted.tolist(), octets, strict=True):
+        for number, into in zip([-1, *wanted.tolist()], octets, strict=True):
             try:
-                os.preadv(self._file.fileno(), [into.data], number * self.row_bytes)
+                os.preadv(self._file.fileno(), [into.data], (1 + number) * self.row_bytes)
             except OSError as error:
                 raise ThinwireError(f"{self.name}: rows can't be read: {error.strerror}") from error
         self.pace.keep(octets.size, start)
         self.meter.add(TierReading(octets.size, 0, time.monotonic() - start))
-        return found
+        self._check_canary(found[0].view(torch.uint8))
+        return found[1:]

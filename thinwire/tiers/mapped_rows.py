@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.tiers.pool import BLOCK_BYTES
-from thinwire.tiers.rows import RowStore, sums_of
+from thinwire.tiers.rows import RowStore, canary, sums_of
 
 KIND = "thinwire rows 1"
 SUM_BYTES = 8
@@ -26,9 +26,8 @@ class MappedRows(RowStore):
     """A matrix in a file that `create` wrote. The kernel loads a page when a row of it is first read, once for all
     processes that map the file, and drops it when memory is short.
 
-    A row of a known pattern, the canary, lies behind the last row and is read with every gather, in the same way: so
-    reads that return other bytes, and writes past the end, are found. The head, the rows and their checksums have
-    checksums too.
+    The canary lies behind the last row: so reads that return other bytes, and writes past the end, are found. The head
+    and the checksums have checksums too.
 
     Args:
         path: the file.
@@ -144,11 +143,6 @@ def _write(file: BinaryIO, parts: Iterable[Tensor], name: str) -> None:
     kind = str(dtype).removeprefix("torch.")
     file.seek(0)
     file.write(_packed({"num_rows": num_rows, "width": width, "dtype": kind, "sums": zlib.crc32(stored)}))
-
-
-def canary(num_bytes: int) -> Tensor:
-    """A pattern that neither zeros nor another row is likely to be, uint8 [num_bytes]."""
-    return ((torch.arange(num_bytes) * 151 + 89) % 251 + 1).to(torch.uint8)
 
 
 def _sums_place(num_rows: int, row_bytes: int) -> int:

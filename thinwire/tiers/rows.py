@@ -19,6 +19,8 @@ FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 class RowStore(ABC):
     """A matrix [num_rows, width] of which single rows are read. Each row has a checksum.
 
+    A row of a known pattern, the canary, lies beside the others. It is read with every gather, in the same way.
+
     `rows[idx]` has the shape that `matrix[idx]` would have. An index with dimensions says where the result lies: on its
     device. A number, a slice, a tensor without dimensions on the CPU, and a store of numbers don't: the result lies on
     `device`, which computes.
@@ -43,11 +45,19 @@ class RowStore(ABC):
 
     @abstractmethod
     def _fetch(self, wanted: Tensor) -> Tensor:
-        """Copies of rows, [n, width] on the CPU. wanted: int64 [n], ascending, no number twice."""
+        """Copies of rows, [n, width] on the CPU. wanted: int64 [n], ascending, no number twice.
+
+        Checks the canary too.
+        """
 
     @abstractmethod
     def _sums(self, wanted: Tensor) -> Tensor:
         """The checksums that these rows must have, int64 [n]."""
+
+    def _check_canary(self, found: Tensor) -> None:
+        """Raise ThinwireError if these bytes, read where the canary lies, are others: uint8 [row_bytes]."""
+        if not torch.equal(found, canary(self.row_bytes)):
+            raise ThinwireError(f"{self.name}: the canary row is not what was written: the disk returns other bytes")
 
     def __getitem__(self, idx: int | slice | Sequence[int] | Tensor | RowStore) -> Tensor:
         """The rows that `matrix[idx]` would have, on the device that the class names. Raises as `gather` does."""
@@ -94,6 +104,11 @@ class RowStore(ABC):
             listed = ", ".join(map(str, wrong[:3].tolist())) + (" and more" if len(wrong) > 3 else "")
             raise ThinwireError(f"{self.name}: row {listed} not what was written: the disk is damaged")
         return found[inverse].view(*idx.shape, self.width).to(place)
+
+
+def canary(num_bytes: int) -> Tensor:
+    """A pattern that neither zeros nor another row is likely to be, uint8 [num_bytes]."""
+    return ((torch.arange(num_bytes) * 151 + 89) % 251 + 1).to(torch.uint8)
 
 
 def sums_of(rows: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,25 @@ from torch.utils.checkpoint import checkpoint
 from thinwire.errors import ConfigError
 from thinwire.layout.layers import layers_of
 from thinwire.models.moe import MoE, check_parts
+
+# The number of the part of a batch that a layer computes, and how many there are.
+_PART: ContextVar[tuple[int, int]] = ContextVar("part", default=(0, 1))
+
+
+def part_of(num: int) -> slice:
+    """Which of a batch's `num` sequences a layer computes now: all of them, or those of a slice."""
+    number, num_parts = _PART.get()
+    before = [len(part) for part in torch.arange(num).tensor_split(num_parts)[: number + 1]]
+    return slice(sum(before[:-1]), sum(before))
+
+
+@contextmanager
+def _in_part(number: int, num: int) -> Iterator[None]:
+    token = _PART.set((number, num))
+    try:
+        yield
+    finally:
+        _PART.reset(token)
 
 
 def recompute(model: nn.Module, slices: int = 1) -> int:
@@ -33,15 +53,19 @@ def recompute(model: nn.Module, slices: int = 1) -> int:
 
 def _contexts(mixtures: Sequence[MoE]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a layer's forward, and of the second one in the backward."""
-    return nullcontext(), _sums_stay(mixtures)
+    return nullcontext(), _as_before(mixtures, *_PART.get())
 
 
 @contextmanager
-def _sums_stay(mixtures: Sequence[MoE]) -> Iterator[None]:
-    """Leave the sums of the first forward: those of the second would hold what it computes until the next step."""
+def _as_before(mixtures: Sequence[MoE], number: int, num: int) -> Iterator[None]:
+    """Leave the sums of the first forward: those of the second would hold what it computes until the next step.
+
+    number, num: of the part that it computes.
+    """
     before = [each.sums for each in mixtures]
     try:
-        yield
+        with _in_part(number, num):
+            yield
     finally:
         for each, sums in zip(mixtures, before, strict=True):
             each.sums = sums
@@ -75,7 +99,8 @@ def in_slices(
 
     outputs, sums = list[Any](), list[list[Tensor | None]]()
     for number in range(num):
-        outputs.append(forward(*cut(args, number), **cut(kwargs, number)))
+        with _in_part(number, num):
+            outputs.append(forward(*cut(args, number), **cut(kwargs, number)))
         sums.append([each.sums for each in mixtures])
     for each, of_parts in zip(mixtures, zip(*sums, strict=True), strict=True):
         noted = [part for part in of_parts if part is not None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from thinwire.checkpoint import NORMS, Piece, Snapshot, Source
 from thinwire.collectives import Communicator
+from thinwire.hosts.offload.activations import part_of
 from thinwire.tiers import GrowingRows, Pace, TierMeter
 
 # Bytes of them that are read at a time.
@@ -62,11 +64,12 @@ class SeenNorms:
         others do in the mean.
         """
         group = self._groups.setdefault(name, len(self._groups))
-        num = len(self._numbers[self.comm.rank]) if self._numbers else 0
+        own = part_of(self._num_own)
+        num = own.stop - own.start
         if self._known is None or num == 0 or num_rows % num:
             return None
         seq = num_rows // num
-        norms = self._known[:, group * seq : (group + 1) * seq].float()
+        norms = self._known[own, group * seq : (group + 1) * seq].float()
         if norms.shape[1] != seq or self._known.shape[1] != seq * len(self._groups):
             return None
         is_seen = norms.gt(0).any(1, keepdim=True)
@@ -75,10 +78,24 @@ class SeenNorms:
         mean = norms[is_seen.squeeze(1)].mean()
         return torch.where(is_seen, norms + FLOOR * mean, mean).flatten()
 
-    def add(self, name: str, norms: Tensor) -> None:
-        """Note the norms of the gradients of a layer's output, fp32 [rows]; those of a group add up."""
-        group = self._groups[name]
-        self._new[group] = self._new[group] + norms if group in self._new else norms
+    @property
+    def _num_own(self) -> int:
+        """How many sequences this rank has in the micro-batch under way."""
+        return len(self._numbers[self.comm.rank]) if self._numbers else 0
+
+    def noting(self, name: str) -> Callable[[Tensor], None]:
+        """What takes the norms of the gradients of a layer's output, fp32 [rows], of the part that it computes now.
+
+        Those of a group add up.
+        """
+        return partial(self._add, self._groups[name], part_of(self._num_own))
+
+    def _add(self, group: int, own: slice, norms: Tensor) -> None:
+        num = own.stop - own.start
+        if num and len(norms) % num == 0:
+            each = norms.view(num, -1)
+            new = self._new.setdefault(group, each.new_zeros(self._num_own * each.shape[1]))
+            new.view(self._num_own, -1)[own] += each
 
     def add_to(self, snapshot: Snapshot) -> None:
         """Add this rank's norms to a snapshot; those in a file are written from there.

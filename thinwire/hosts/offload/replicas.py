@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from thinwire.hosts.offload.uses import Uses
 from thinwire.hosts.sharded.bucket import FlatBucket, Slot
 from thinwire.layout.buckets import BucketLayout
 from thinwire.methods.memory.floor import SMALL_NUMEL
@@ -48,7 +49,8 @@ class Replicas:
 
     The order of use is learnt: an update goes through all buckets in order of forward, and each step is expected to use
     them in the same order as the last. The next buckets are read ahead, as many as fit, and the one that is needed last
-    is evicted. If a step uses another order, buckets are loaded on demand.
+    is evicted. If a step uses another order, buckets are loaded on demand. Forwards of an evaluation have an order of
+    their own, that of the last one, and are expected to go on from its end to its beginning.
 
     A bucket's memory comes and goes inside the same storage, so that views of it, such as those that autograd saves,
     never show another bucket's weights.
@@ -68,10 +70,9 @@ class Replicas:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
         self._inwards, self._outwards = ChunkedFile(self.file), ChunkedFile(self.file)
-        # What a step touches in turn, how far this one has come with it, and what it has touched itself.
-        self._order: list[FlatBucket] = []
-        self._at = 0
-        self._seen: list[FlatBucket] = []
+        # What a step touches in turn, what a forward without gradients does, and which of both is under way.
+        self._training, self._evaluation = Uses(), Uses()
+        self._uses = self._training
         self._num_updated = 0
         self._in_use: set[FlatBucket] = set()
         # What others read of a bucket that was brought, besides the training thread.
@@ -99,17 +100,14 @@ class Replicas:
     def bring(self, *buckets: FlatBucket) -> None:
         """Wait until the weights of buckets that are used together are in memory. Starts to read the next ones."""
         large = [bucket for bucket in buckets if bucket in self.spots]
-        self._in_use = {*large, *self._seen[-1:]}
+        self._in_use = {*large, *self._uses.seen[-1:]}
         for bucket in large:
             self._bring(bucket, self.spots[bucket])
         if large:
             self._read_ahead()
 
     def _bring(self, bucket: FlatBucket, spot: Spot) -> None:
-        if not self._seen or self._seen[-1] is not bucket:
-            self._seen.append(bucket)
-            if bucket in self._order[self._at :]:
-                self._at = self._order.index(bucket, self._at) + 1
+        self._uses.note(bucket)
         self._begin(bucket)
         if spot.reading is not None:
             with self.meter.waiting():
@@ -147,16 +145,25 @@ class Replicas:
 
     def make_room(self, num_bytes: int = 0) -> None:
         """Evict buckets that are needed last until `num_bytes` more fit. Buckets in use stay."""
-        while self.used_bytes + num_bytes > self.capacity_bytes and (victim := self._victim()) is not None:
-            self._leave(victim)
+        while self.used_bytes + num_bytes > self.capacity_bytes and (free := self._free()):
+            self._leave(max(free, key=self._next_use))
 
     def begin_update(self) -> None:
         """Note that an update goes through all buckets; the next step is then expected to repeat this one's order."""
-        self._order, self._seen, self._at = [*self.spots, *self._seen[self._num_updated :]], [], 0
+        self._training.begin([*self.spots, *self._training.seen[self._num_updated :]])
 
     def end_update(self) -> None:
         """Note that what is used from now on belongs to the next forward."""
-        self._num_updated = len(self._seen)
+        self._num_updated = len(self._training.seen)
+
+    def begin_evaluation(self) -> None:
+        """Note that a forward without gradients begins."""
+        self._uses = self._evaluation
+        self._uses.begin(2 * self._uses.seen)
+
+    def end_evaluation(self) -> None:
+        """Note that a forward without gradients has ended."""
+        self._uses = self._training
 
     def add_rows(self, slot: Slot) -> None:
         """Let `rows` read single rows of this matrix."""
@@ -202,18 +209,13 @@ class Replicas:
         self.file.close()
 
     def _next_use(self, bucket: FlatBucket) -> int:
-        """When a bucket is expected to be used next. With no known order, the least recently used bucket comes last."""
-        if not self._order:
-            return -(len(self._seen) - self._seen[::-1].index(bucket)) if bucket in self._seen else 1
-        if bucket in self._order[self._at :]:
-            return self._order.index(bucket, self._at)
-        return len(self._order) + self._number[bucket]
+        until = self._uses.until(bucket)
+        return len(self._uses.expected) + self._number[bucket] if until is None else until
 
-    def _victim(self) -> FlatBucket | None:
-        """The bucket to evict: the one needed last. The most recent one may be in use and stays."""
-        busy = self._in_use.union(self._seen[-1:], self.pinned)
-        free = [b for b, spot in self.spots.items() if spot.is_here and not spot.is_locked and b not in busy]
-        return max(free, key=self._next_use, default=None)
+    def _free(self) -> list[FlatBucket]:
+        """The buckets that may be evicted. The most recent one may be in use and stays."""
+        busy = self._in_use.union(self._uses.seen[-1:], self.pinned)
+        return [b for b, spot in self.spots.items() if spot.is_here and not spot.is_locked and b not in busy]
 
     def _begin(self, bucket: FlatBucket) -> None:
         spot = self.spots[bucket]
@@ -239,16 +241,12 @@ class Replicas:
 
     def _read_ahead(self) -> None:
         """Start to read the next buckets that are not in memory, as many as fit beside those needed earlier."""
-        for following in self._order[self._at :]:
+        for following in self._uses.to_come:
             if self.spots[following].is_here:
                 continue
-            missing = self.used_bytes + self.spots[following].num_bytes - self.capacity_bytes
-            victim = self._victim() if missing > 0 else None
-            if missing > 0 and (
-                victim is None
-                or self.spots[victim].num_bytes < missing
-                or self._next_use(victim) <= self._next_use(following)
-            ):
+            use, needed = self._next_use(following), self.used_bytes + self.spots[following].num_bytes
+            later = sum(self.spots[bucket].num_bytes for bucket in self._free() if self._next_use(bucket) > use)
+            if needed - later > self.capacity_bytes:
                 return
             self._begin(following)
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from thinwire.codecs import derive_seed
 from thinwire.codecs.random import named_seed
+from thinwire.hosts.offload.activations import part_of
 from thinwire.hosts.offload.norms import SeenNorms
 from thinwire.hosts.offload.products import ProductRows, SampledProducts, fused_attention
 from thinwire.layout.layers import layers_of
@@ -93,7 +94,7 @@ class RowSampler:
             self._number = self._number + 1 if step == self._step else 0
             self._step, self._last = step, None
             mask = kwargs.get("attention_mask")
-            self._mask = mask.flatten() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def _forward(self, name: str, linear: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         weight, bias = linear._parameters["weight"], linear._parameters["bias"]
@@ -114,7 +115,7 @@ class RowSampler:
     def _keep_product(self, name: str, a: Tensor, number: int) -> ProductRows | None:
         """What is kept of a factor; None: all of it. number: of the product in its layer."""
         size = a.shape[-2]
-        mask = self._mask if a.dim() == 4 and self._mask is not None and len(self._mask) == len(a) * size else None
+        mask = self._counts(len(a) * size) if a.dim() == 4 else None
         counts = None if mask is None else mask.view(len(a), 1, size) != 0
         num = num_kept(self.ratio, size if counts is None else max(1, int(counts.sum(-1).max())))
         if num >= size:
@@ -126,16 +127,21 @@ class RowSampler:
         rows = a.gather(-2, index.unsqueeze(-1).expand(*index.shape, a.shape[-1]))
         return ProductRows(rows * scales.to(a.dtype).unsqueeze(-1), index)
 
+    def _counts(self, num_rows: int) -> Tensor | None:
+        """Which of as many rows the model's mask leaves in; None: it has others."""
+        mask = None if self._mask is None else self._mask[part_of(len(self._mask))].flatten()
+        return mask if mask is not None and len(mask) == num_rows else None
+
     def _keep(self, name: str, x: Tensor, source: weakref.ref[Tensor]) -> KeptRows:
         rows = x.flatten(0, -2)
-        counts = self._mask if self._mask is not None and len(self._mask) == len(rows) else None
+        counts = self._counts(len(rows))
         num = num_kept(self.ratio, len(rows) if counts is None else max(1, int(counts.count_nonzero())))
         weights = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
         weights = weights if counts is None else weights * (counts != 0)
         seen = None if self.seen is None else self.seen.weights(name, len(rows))
         weights = weights if seen is None else weights * seen.to(weights)
         index, scales = self._chooses(weights, num, derive_seed(named_seed(self.seed(), name), self._number))
-        note = None if self.seen is None else partial(self.seen.add, name)
+        note = None if self.seen is None else self.seen.noting(name)
         return KeptRows(source, x._version, rows[index] * scales.to(x.dtype).unsqueeze(1), index, note)
 
 

@@ -34,6 +34,16 @@ class StreamedUpdates(Weights):
     replicas: Replicas
     _flying: deque[LiveUnit]
 
+    def follow(self, model: nn.Module) -> None:
+        """Let forwards of the model without gradients have an order of their own."""
+        model.register_forward_pre_hook(Hook(lambda *_: self._begin_forward()), prepend=True)
+        model.register_forward_hook(Hook(lambda *_: self.replicas.end_evaluation()), always_call=True)
+
+    def _begin_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            self.wait_all()
+            self.replicas.begin_evaluation()
+
     def send(self, updated: Iterable[LiveUnit]) -> None:
         self.replicas.begin_update()
         super().send(updated)
@@ -93,6 +103,7 @@ class WeightsOnDisk(StreamedUpdates):
         self.replicas = replicas
         self._flying: deque[LiveUnit] = deque()
         self._contexts: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self.follow(model)
         if packs:
             model.register_forward_pre_hook(Hook(lambda *_: self._enter()))
             model.register_forward_hook(Hook(lambda *_: self._exit()), always_call=True)
@@ -182,6 +193,7 @@ class CutWeightsOnDisk(StreamedUpdates, PassingWeights):
         for unit in units:
             replicas.fit([bucket for bucket in unit.buckets if bucket in replicas.spots])
         super().__init__(units, seeds, model, overlap=False, keeps=False)
+        self.follow(model)
         replicas.end_update()
 
     def begin_gather(self, unit: LiveUnit) -> None:

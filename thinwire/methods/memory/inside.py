@@ -35,7 +35,9 @@ def resident_method(
         axes -= AGAIN
     if beside := sorted(axes):
         near = ", or --activations recompute and nothing else of it" if axes <= AGAIN else ""
-        raise ConfigError(f"residency beside an axis {beside[0]}: not supported; nearest: data alone{near}")
+        asked = f" with activations {residency.activations}" if residency and residency.sampled is not None else ""
+        why = ", because its micro-batches overlap" if "pipeline" in axes else ""
+        raise ConfigError(f"residency{asked} beside an axis {beside[0]}: not supported{why}; nearest: data alone{near}")
     return method
 
 
@@ -86,11 +88,20 @@ def check_across(residency: Residency, optimizer: str, *, streams: bool) -> None
     if not streams:
         problems.messages.append(f"{what}would hold all of them at once; nearest: adamw or apollo")
     if not residency.codec.traits.lossless:
-        problems.messages.append(f"{what}its state stays fp32; nearest: --residency.states fp32")
+        problems.messages.append(
+            f"{what}--residency.states {residency.states} rounds state that each element has; nearest: "
+            "--residency.states fp32"
+        )
     if residency.gradients == "disk":
-        problems.messages.append(f"{what}its gradients stay in memory; nearest: --residency.gradients memory")
+        problems.messages.append(
+            f"{what}needs a gradient more than once in a step; nearest: --residency.gradients memory, or, for an "
+            f"Apollo that limits its updates, {AT_ONCE}"
+        )
     if residency.durable:
-        problems.messages.append(f"{what}its pieces have one slot each; nearest: adamw, or no --residency.durable")
+        problems.messages.append(
+            f"{what}its pieces have one slot each, which a step overwrites; nearest: adamw, or checkpoints, without "
+            "--residency.durable"
+        )
     problems.raise_any()
 
 

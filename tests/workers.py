@@ -87,10 +87,12 @@ def run_workers(
     local_size: int | None = None,
     may_die: tuple[int, ...] = (),
     has_group: bool = True,
+    error_in: Callable[[Any], str] = lambda result: "",
 ) -> list[Any]:
     """Call function(rank, world_size, *args) in `world_size` processes; their results in rank order.
 
-    has_group: whether they are ranks of a default process group when they begin.
+    has_group: whether they are ranks of a default process group when they begin. error_in: the error that a rank has
+    caught and returned; from then on the others have GRACE_S, as they may wait for a message of this rank.
     Raises WorkerFailed with the first traceback; a rank in `may_die` may end without a result (None).
     """
     # After a death the survivors' own ends are what wakes those who wait for them, so there nobody stays.
@@ -114,6 +116,7 @@ def run_workers(
             pipes[ours] = rank
             ends.append(ours)
         failures: list[str] = []
+        caught: list[str] = []
         deadline = time.monotonic() + HANG_S
         try:
             while set(pipes.values()) - set(may_die) and (
@@ -130,13 +133,15 @@ def run_workers(
                         continue
                     if succeeded:
                         results[rank] = value
+                        if error := error_in(value):
+                            caught.append(f"rank {rank}:\n{error}")
                     else:
                         failures.append(f"rank {rank}:\n{value}")
-                    if failures:
+                    if failures or caught:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
             stuck = [rank for rank in pipes.values() if rank not in may_die]
             if stuck:
-                failures.append(f"ranks {stuck} still running")
+                failures += [*caught, f"ranks {stuck} still running"]
         finally:
             for end in ends:
                 end.close()
@@ -300,10 +305,16 @@ def run_rows(
 ) -> Rows:
     """Call function(rank, world_size, name, *args) for one name after the other in the same processes.
 
-    The first row that fails is the last: its processes no longer agree what comes next.
+    The first row that fails is the last: its processes no longer agree what comes next. Raises WorkerFailed if a rank
+    fails and another waits for it.
     """
-    told = run_workers(_rows, world_size, function, names, args, local_size=local_size)
+    told = run_workers(_rows, world_size, function, names, args, local_size=local_size, error_in=_row_error)
     return Rows(told)
+
+
+def _row_error(told: Mapping[str, Any]) -> str:
+    """The error of the row that ended a rank; empty if there was none."""
+    return "".join(f"{name}: {found.traceback}" for name, found in told.items() if isinstance(found, RowFailed))
 
 
 def _rows(rank: int, world_size: int, function: Callable, names: Sequence[str], args: tuple) -> dict[str, Any]:

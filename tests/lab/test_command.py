@@ -166,6 +166,7 @@ def test_training_in_the_lab(tmp_path: Path) -> None:
         [*THINWIRE, "lab", "--nodes", "2", "--", *train], capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "[c10d]" not in done.stdout + done.stderr, "torch finds the names of addresses"
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["world_size"] == 2
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

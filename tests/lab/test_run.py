@@ -65,6 +65,16 @@ def test_ranks_go_through_the_nodes_in_order(lab: LabNetwork) -> None:
         assert place | {name: str(value) for name, value in expected.items()} == place
 
 
+def test_addresses_have_the_names_of_their_nodes(lab: LabNetwork) -> None:
+    show = "import socket, sys; print(*(socket.getnameinfo((each, 1), 0)[0] for each in sys.argv[1:]))"
+    mapped = [f"::ffff:{address}" for address in lab.addresses]
+    before = Path("/etc/hosts").read_text()
+    _, lines = run(lab, [sys.executable, "-c", show, *lab.addresses, *mapped])
+    names = " ".join(f"node{number}" for number in range(len(lab.addresses)))
+    assert lines[0] == [f"{names} {names}"]
+    assert Path("/etc/hosts").read_text() == before
+
+
 def test_the_environment_leads_to_node_0(lab: LabNetwork) -> None:
     third = environment(lab, 2, port=1234)
     assert (third["MASTER_ADDR"], third["MASTER_PORT"], third["NODE_RANK"]) == (lab.addresses[0], "1234", "1")

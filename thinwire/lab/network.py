@@ -154,8 +154,8 @@ class LabNetwork:
         user_fd, net_fd = self._fds[0] if self.in_user_namespace else -1, self._fds[1 + node]
         given = [fd for fd in (user_fd, net_fd) if fd >= 0]
         # -E -s -S: load only the standard library, so that it starts in milliseconds.
-        numbers = map(str, (os.getpid(), user_fd, net_fd))
-        enter = [sys.executable, "-E", "-s", "-S", str(INSIDE / "enter.py"), *numbers]
+        place = (os.getpid(), user_fd, net_fd, ",".join(self.addresses))
+        enter = [sys.executable, "-E", "-s", "-S", str(INSIDE / "enter.py"), *map(str, place)]
         pass_fds = (*popen_kwargs.pop("pass_fds", ()), *given)
         process = subprocess.Popen(
             [*enter, *args], env=env, pass_fds=pass_fds, **{"start_new_session": True} | popen_kwargs

@@ -67,6 +67,17 @@ class StepMetrics:
     experts_s: float = 0.0
     predicted_experts_s: float = 0.0
 
+    @classmethod
+    def agreed(cls, *, step: int, loss: float, tokens: int, lr: float, grad_norm: float) -> StepMetrics:
+        """The figures that every rank knows of a step. What rank 0 measures is NaN."""
+        measured: dict[str, Any] = {item.name: math.nan for item in fields(cls)}
+        return cls(**measured | {"step": step, "loss": loss, "tokens": tokens, "lr": lr, "grad_norm": grad_norm})
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether rank 0 saw the end of the step; see `agreed`."""
+        return math.isfinite(self.step_s)
+
 
 @dataclass(frozen=True)
 class MembershipEvent:

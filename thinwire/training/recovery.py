@@ -17,7 +17,7 @@ from thinwire.collectives.store_gather import of_all_ranks
 from thinwire.device import RandomState, random_state, set_random_state
 from thinwire.errors import ThinwireError
 from thinwire.methods.pipeline.recover import SWAP, beyond_recovery, healthy_replica, sources
-from thinwire.report.metrics import MembershipEvent
+from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.training.engine import Engine
 from thinwire.training.reporter import Reporter
 
@@ -31,19 +31,21 @@ class StepStart:
         loader: position in the data.
         num_before: micro-batches that the pipeline has processed.
         random: states of the random generators, of a GPU too.
+        row: what all ranks agreed on in the step before; None before the first one.
     """
 
     step: int
     loader: dict[str, Any]
     num_before: int
     random: RandomState
+    row: StepMetrics | None
 
     @classmethod
-    def of(cls, step: int, engine: Engine) -> StepStart:
+    def of(cls, step: int, engine: Engine, row: StepMetrics | None) -> StepStart:
         """The start of the step after `step`."""
         pipeline = engine.stage.pipeline
         assert pipeline is not None
-        return cls(step, engine.loader.state_dict(), pipeline.num_before, random_state())
+        return cls(step, engine.loader.state_dict(), pipeline.num_before, random_state(), row)
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,13 @@ class Survivor:
     lost_at: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, start: StepStart, engine: Engine, saver: Saver, reporter: Reporter | None) -> Survivor:
-        """Take the state out of a run that can't continue, and leave its process groups."""
+    def of(
+        cls, start: StepStart, row: StepMetrics | None, engine: Engine, saver: Saver, reporter: Reporter | None
+    ) -> Survivor:
+        """Take the state out of a run that can't continue, and leave its process groups.
+
+        row: of the last step on which all ranks agreed.
+        """
         lost_at, pipeline, optimizer = time.monotonic(), engine.stage.pipeline, engine.optimizer
         assert pipeline is not None and pipeline.ends is not None
         # First of all: others need not wait for this rank, nor this one for what may never come.
@@ -83,7 +90,7 @@ class Survivor:
         dist.destroy_process_group()
         if optimizer.steps > start.step:
             # The loss came between the update and the end of its step.
-            start = StepStart.of(optimizer.steps, engine)
+            start = StepStart.of(optimizer.steps, engine, row)
         state = optimizer.state_dict()
         has_replicas = optimizer.comm.world_size > 1
         weights = {name: value.detach().clone() for name, value in pipeline.weights.items()} if has_replicas else {}

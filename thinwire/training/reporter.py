@@ -71,6 +71,17 @@ class Reporter:
         self.progress.step(record)
         self.trackers.log(record.step, {k: v for k, v in asdict(record).items() if k != "step"})
 
+    def complete(self, row: StepMetrics) -> None:
+        """Record a step that all ranks have taken, unless it is recorded: the loss of a rank broke its end off.
+
+        row: what all ranks know of it.
+        """
+        if not self.metrics.records or self.metrics.records[-1].step < row.step:
+            self._write(row)
+            known = {name: value for name, value in asdict(row).items() if not math.isnan(value) and name != "step"}
+            self.trackers.log(row.step, known)
+            self.progress.say(f"step {row.step} was broken off when all had taken it: loss {row.loss:.4f}")
+
     def membership(self, event: MembershipEvent) -> None:
         """Record and print a change of the islands, or stages, that train together."""
         self._write(event)
@@ -116,7 +127,7 @@ class Reporter:
         self.close()
         # Islands exchange in few of their steps.
         average = fmean if has_islands(self.config.strategy) else median
-        records = self.metrics.records
+        records = [record for record in self.metrics.records if record.is_measured]
         # Steps before a resume may have used another layout or strategy.
         own = [record for record in records if record.step > self.first_step]
         # A first step may send gradients alone, which is no measure of a step.

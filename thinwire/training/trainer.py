@@ -12,7 +12,7 @@ from thinwire.collectives.patience import patience
 from thinwire.device import Device
 from thinwire.optim.schedule import lr_at
 from thinwire.report.machine import peak_rss_bytes
-from thinwire.report.metrics import MembershipEvent
+from thinwire.report.metrics import MembershipEvent, StepMetrics
 from thinwire.report.progress import Progress
 from thinwire.run.place import ProcessPlace
 from thinwire.run.run import Run
@@ -73,7 +73,11 @@ class Trainer:
         if self.reporter is None:
             self._open_report([*self._device_rows(), *rows], [*saved_rows, *load_report], own_rows)
         self._report_changes()
+        # Of the last step on which all ranks agreed.
+        self._row: StepMetrics | None = None if reunion is None or reunion.start is None else reunion.start.row
         if reunion is not None and self.reporter is not None:
+            if self._row is not None:
+                self.reporter.complete(self._row)
             how = run.pipeline.recover if run.pipeline else ""
             self.reporter.membership(reunion.event(how, survivor.lost_at if survivor else began))
         islands = self.place.island.num_islands
@@ -103,12 +107,13 @@ class Trainer:
     def survivor(self) -> Survivor:
         """The state that this rank takes along after the loss of another. The trainer can't be used afterwards."""
         assert self._step_start is not None
-        return Survivor.of(self._step_start, self.engine, self.checkpoints.saver, self.reporter)
+        return Survivor.of(self._step_start, self._row, self.engine, self.checkpoints.saver, self.reporter)
 
     def _note_start(self) -> StepStart | None:
         """Note the start of the next step, in a run that may have to repeat it."""
         pipeline = self.stage.pipeline
-        return StepStart.of(self.step, self.engine) if pipeline is not None and pipeline.ends is not None else None
+        recovers = pipeline is not None and pipeline.ends is not None
+        return StepStart.of(self.step, self.engine, self._row) if recovers else None
 
     def _device_rows(self) -> list[Row]:
         """Rows about what a GPU computes in, which the launcher has left open."""
@@ -234,6 +239,10 @@ class Trainer:
         predicted_experts_s = self.ways.note(rows, experts_s) if self.ways is not None else 0.0
         # From here on all ranks know the loss, the norm of the gradient, and whether any rank wants to stop.
         grad_norm = float(self.stage.reduce())
+        self._row = StepMetrics.agreed(
+            step=self.step + 1, loss=optimizer.mean_loss, tokens=(self.step + 1) * self.batch.tokens_per_step, lr=lr,
+            grad_norm=grad_norm,
+        )  # fmt: skip
         # The weights of this step travel during the next one's forward, with which they are counted.
         account.note_sent()
         self.engine.update()

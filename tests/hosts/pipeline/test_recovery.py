@@ -206,7 +206,7 @@ def _replicas(rank: int, world_size: int) -> dict[str, Any]:
         train(stage, range(2))
         pipeline, before = stage.pipeline, weights_of(stage)
         norm, whole = pipeline.norm, {name: value.detach().clone() for name, value in pipeline.weights.items()}
-        start = StepStart(2, {}, pipeline.num_before, random_state())
+        start = StepStart(2, {}, pipeline.num_before, random_state(), None)
         state, copies = stage.optimizer.state_dict(), pipeline.rescue()
         stage.close()
         survivor = None if rank in lost else Survivor(start, state, whole, norm, copies, {}, {"of": rank}, None)
@@ -260,7 +260,7 @@ def test_a_survivor_goes_on_along_the_same_paths_and_draws_as_before_on_a_gpu_to
     monkeypatch.setattr("thinwire.training.recovery.forget_groups", lambda: None)
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
     engine.optimizer.steps, engine.optimizer.comm.world_size = 3, 1
-    survivor = Survivor.of(StepStart.of(3, engine), engine, MagicMock(), None)
+    survivor = Survivor.of(StepStart.of(3, engine, None), None, engine, MagicMock(), None)
     monkeypatch.setattr("thinwire.training.recovery.of_all_ranks", lambda mine, what: [None, mine, mine])
     reunion = Reunion.of(survivor, 1, replicas=1, tied=False)
     assert reunion.lost == [0] and not reunion.why_not

@@ -1,6 +1,6 @@
 """Runs a command in a node's network, and ends all of its processes with it.
 
-    python enter.py PARENT_PID USER_FD NET_FD COMMAND...
+    python enter.py PARENT_PID USER_FD NET_FD ADDRESSES COMMAND...
 
 There are three processes. This one is outside and passes signals in and the exit status out. The second is the first
 process of a new PID namespace; the kernel kills it with this one, and with it everything inside. The third is the
@@ -15,6 +15,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -24,6 +25,7 @@ from syscalls import (
     CLONE_NEWNS,
     CLONE_NEWPID,
     CLONE_NEWUSER,
+    MS_BIND,
     MS_NOSUID_NODEV_NOEXEC,
     MS_REC_PRIVATE,
     die_with_parent,
@@ -54,20 +56,21 @@ def main() -> NoReturn:
         die_with_parent()
         if is_ended(outside):
             os._exit(1)
-        be_first(outside_pid, status_out, sys.argv[4:])
+        be_first(outside_pid, status_out, sys.argv[4], sys.argv[5:])
     os.close(status_out)
     watch(inside, parent, status_in)
 
 
-def be_first(outside_pid: int, status_out: int, command: list[str]) -> NoReturn:
+def be_first(outside_pid: int, status_out: int, addresses: str, command: list[str]) -> NoReturn:
     """The first process of the PID namespace: starts the command, reaps orphans, reports how the command ended."""
     with contextlib.suppress(OSError):
         # The command sees its PID outside: it is unique on this machine, and `kill` works with it.
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(outside_pid - 1))
     with contextlib.suppress(OSError):
-        # If a container forbids it, the old /proc stays. Its /proc/self is also right.
+        # If a container forbids it, the old /proc and names stay. Its /proc/self is also right.
         mount("none", "/", "", MS_REC_PRIVATE)
         mount("proc", "/proc", "proc", MS_NOSUID_NODEV_NOEXEC)
+        name_nodes(addresses)
     child = os.fork()
     if child == 0:
         execute(command)
@@ -77,6 +80,19 @@ def be_first(outside_pid: int, status_out: int, command: list[str]) -> NoReturn:
         if pid == child:
             os.write(status_out, str(status).encode())
             os._exit(0)
+
+
+def name_nodes(addresses: str) -> None:
+    """Add the nodes' names to this mount namespace's /etc/hosts: no name server can be asked here, and torch asks."""
+    hosts = Path("/etc/hosts")
+    # The second is how a socket for both kinds of addresses knows the first.
+    lines = [f"{each} node{n}\n::ffff:{each} node{n}\n" for n, each in enumerate(addresses.split(","))]
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write("".join([hosts.read_text(), "\n", *lines]))
+        file.flush()
+        os.fchmod(file.fileno(), 0o644)
+        # The file stays while it is mounted.
+        mount(file.name, str(hosts), "", MS_BIND)
 
 
 def execute(command: list[str]) -> NoReturn:

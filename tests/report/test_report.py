@@ -73,6 +73,8 @@ def test_a_plan_has_its_links_and_its_simulated_step(tmp_path: Path) -> None:
     assert page.count('class="cell used"') == 4 and page.count('class="cell"') == 2
     assert "0 to 1: 100 Mbit/s, 1 ms; the plan sends 4 MB a step" in page
     assert "rank 0, sending: sending, 200 ms to 500 ms" in page and "the plan&#x27;s prediction: 700 ms" in page
+    cells = ("the step (step_s)", "700 ms", "650 ms", "7 % less")
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
     # A plan of an older version, or one that was cut off, has none of it.
     (folder / "plan.json").write_text('{"rates": [[null, "x"], 3], "timeline": [[1]], "predicted": {"step_s": 1}}')
     assert "The plan against the run" in write_report(folder).read_text()
@@ -166,7 +168,7 @@ def test_a_pipeline_shows_what_was_predicted_over_what_was_measured(tmp_path: Pa
     page = write_report(run).read_text()
     picture = next(each for each in pictures(page) if each.get("aria-label") == "what each stage does")
     bars = [bar for bar in picture.iter() if "bar" in bar.get("class", "")]
-    assert len(bars) == 8 and "A step of the pipeline" in page and "predicted 4 s, measured 4 s" in page
+    assert len(bars) == 8 and "A step of the pipeline" in page and "simulated 4 s, measured 4 s" in page
     above, below = (float(bars[index].get("y", "nan")) for index in (0, 4))
     assert above < below and bars[0].get("x") == bars[4].get("x") and float(bars[1].get("y", "nan")) < above
     assert "stage 1, micro-batch 0: backward, measured, from 2 s to 3 s" in page

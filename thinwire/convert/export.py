@@ -25,6 +25,7 @@ from thinwire.data import Tokenizer, heldout_batches
 from thinwire.device import limit_bytes
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.hollow import hollow
+from thinwire.hosts.offload.room import give_pages_back
 from thinwire.models import HFCausalLM, Llama, MoELlama
 from thinwire.models.hf import hollow_hf
 from thinwire.models.kept import held
@@ -160,6 +161,7 @@ def reload(folder: Path, *, keeps: bool) -> tuple[HFCausalLM, Callable[[str], Te
     transformers, or, unless memory `keeps` it, put together from the matrices of the files. Raises UnfaithfulError for
     weights that do not fit.
     """
+    give_pages_back()
     made, stored, _ = hollow_hf(str(folder), 0, 0, {})
     if made is not None and stored is not None:
         if stored.are_all_of({name: tensor.shape for name, tensor in held(made.model).items()}):

@@ -17,6 +17,7 @@ from thinwire.checkpoint.folder import Manifest, folder_of
 from thinwire.data import Tokenizer, load_tokenizer
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.offload.hollow import hollow
+from thinwire.hosts.offload.room import give_pages_back
 from thinwire.islands.optimizer import OUTER
 from thinwire.methods.outer.parameters import parameters_in
 from thinwire.models import build_model
@@ -119,6 +120,7 @@ def _tensor_of(model: nn.Module, name: str) -> Tensor:
 
 def without_memory(model: str, vocab_size: int, seq_len: int, fields: Mapping[str, Any]) -> nn.Module:
     """The model of `build_model`, with parameters that have no memory; matrices of a pruned one are whole."""
+    give_pages_back()
     if not model.startswith("hf:"):
         return hollow(build_skeleton(model, vocab_size, seq_len, fields))
     return hollow(shapes_hf(model.removeprefix("hf:"), vocab_size, seq_len, fields).float())

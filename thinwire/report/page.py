@@ -24,6 +24,12 @@ from thinwire.report.timeline import timeline_figures
 from thinwire.report.units import MISSING, bytes_text, percent_text, seconds_text, short
 
 PAYLOAD = "payload of rank 0"
+# What a plan predicts, in words.
+PREDICTED = {
+    "step_s": "the step", "compute_s": "computing", "exposed_comm_s": "waiting for messages", "codec_s": "packing",
+    "pipeline_s": "forwards and backwards of its stage, with waiting", "sent_bytes": "sent",
+    "peak_rss_bytes": "memory at its peak",
+}  # fmt: skip
 # What a reader of a step's parts, predicted and measured, must know.
 BORDER = (
     "Where ranks share the cores of a machine, read the step and not its parts: the border between computing and "
@@ -185,12 +191,13 @@ def plan_table(run: RunFiles) -> str:
     rows = []
     for name, value in run.plan.get("predicted", {}).items():
         measured = run.typical(name) if any(name in row for row in run.steps) else number(run.summary.get(name))
-        ratio = measured / value if value else math.nan
-        rows.append((name, value_text(name, value), value_text(name, measured), percent_text(ratio - 1)))
+        more = measured / value - 1 if value else math.nan
+        words = f"{PREDICTED[name]} ({name})" if name in PREDICTED else name
+        rows.append((words, value_text(name, value), value_text(name, measured), more_text(more)))
     if not rows:
         return ""
     note = f"{run.plan.get('flags', '')}; ranks in the order {' '.join(map(str, run.plan.get('order', ())))}"
-    found = table("The plan against the run", ("of rank 0 and step", "predicted", "measured", "error"), rows)
+    found = table("The plan against the run", ("a step of rank 0", "predicted", "measured", "than predicted"), rows)
     drift = [
         (
             f"{source} to {target}",
@@ -203,6 +210,13 @@ def plan_table(run: RunFiles) -> str:
     if drift:
         found += table("Links that have drifted", ("link", "planned", "measured", "change"), drift)
     return f"{found}<p>{text(note)}</p><p>{text(BORDER)}</p>"
+
+
+def more_text(more: float) -> str:
+    """By how much a measured value is above a predicted one, as a share of it, in words."""
+    if not math.isfinite(more):
+        return MISSING
+    return "the same" if round(100 * more) == 0 else percent_text(abs(more)) + (" more" if more > 0 else " less")
 
 
 def drift_of(drifted: Sequence[Any]) -> tuple[Any, Any, float, float, str]:

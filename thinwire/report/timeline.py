@@ -67,9 +67,10 @@ def _end_s(events: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def _note(ends: Mapping[str, float]) -> str:
-    found = f"predicted {seconds_text(ends['predicted'])}, measured {seconds_text(ends['measured'])}"
+    found = f"simulated {seconds_text(ends['predicted'])}, measured {seconds_text(ends['measured'])}"
     return (
-        f"Of each stage the upper row is the simulation, the lower row the first step after it: {found}. Each stage "
+        "Of each stage the upper row is a simulation with the seconds that its passes took in the step before, which "
+        f"is no prediction of a plan; the lower row is the first step after it: {found}. Each stage "
         "counts from its own start of the step. Odd micro-batches are paler. timeline.json holds the same for "
         "ui.perfetto.dev."
     )

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thinwire.hosts.offload.room import give_pages_back
-
 Model = TypeVar("Model", bound=nn.Module)
 # A prime: rows of two matrices, or two rows of one, hold no equal values in the same places. And elements by which
 # parameters lie apart, aligned for every kernel.
@@ -26,7 +24,6 @@ def hollow(model: Model, device: torch.device | str = "cpu") -> Model:
     Make the optimizer next, then call `thinwire.zero`, `thinwire.pipeline` or `thinwire.parallelize` with `initial`,
     which fills one parameter after another.
     """
-    give_pages_back()
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():

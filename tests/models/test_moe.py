@@ -469,9 +469,15 @@ def theirs_alike() -> HFCausalLM:
     return HFCausalLM(MixtralForCausalLM(config), 16).train()
 
 
+def noisy() -> MoELlama:
+    """A mixture whose load is balanced too; the noise of a token is the same on any rank."""
+    return small(router="noisy", router_noise=4.0, balance="importance-load", router_aux_loss_coef=1.0)
+
+
 def step(rank: int, world_size: int) -> list[Tensor]:
-    """The weights after two SGD steps of a rank's part of the text: of a mixture here, and of transformers' one."""
-    return [*steps_of(small(router_aux_loss_coef=1.0), rank, world_size), *steps_of(theirs_alike(), rank, world_size)]
+    """The weights after two SGD steps of a rank's part of the text: of mixtures here, and of transformers' one."""
+    models = small(router_aux_loss_coef=1.0), noisy(), theirs_alike()
+    return [weight for model in models for weight in steps_of(model, rank, world_size)]
 
 
 def steps_of(model: nn.Module, rank: int, world_size: int) -> list[Tensor]:
@@ -481,7 +487,8 @@ def steps_of(model: nn.Module, rank: int, world_size: int) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data",))
     stage = compose.parallelize(model, optimizer, mesh, [Zero()], announce=False)
     tokens, targets = text()
-    for _ in range(2):
+    for number in range(2):
+        vars(model)["draws"] = number, torch.arange(len(tokens))[rank::world_size]
         stage.forward_backward([(tokens[rank::world_size], targets[rank::world_size])])
         stage.step()
     found = [param.detach().clone() for param in model.parameters()]
@@ -489,12 +496,27 @@ def steps_of(model: nn.Module, rank: int, world_size: int) -> list[Tensor]:
     return found
 
 
+def test_each_layer_is_balanced_by_itself() -> None:
+    """The mean over layers of each one's loss, and not the loss of the sums over layers."""
+    for model, loss in ((small(router_aux_loss_coef=1.0), gshard_loss), (noisy(), importance_load_loss)):
+        gates, found = [module for module in model.modules() if isinstance(module, Router)], list[Tensor]()
+        for scale, gate in enumerate(gates):
+            gate.weight.data.mul_(1 + 20 * scale)
+            gate.register_forward_hook(lambda _, args, choice, to=found: to.append(choice.sums.detach()))
+        model.draws = 0, torch.arange(4)
+        model(*text()).backward()
+        expected = torch.stack([loss(each) for each in found]).mean()
+        assert float(model.balance_loss().detach()) == pytest.approx(float(expected), rel=1e-6)
+        assert float(loss(torch.stack(found).sum(0))) != pytest.approx(float(expected), rel=1e-3)
+
+
 def test_two_ranks_train_as_one() -> None:
     pytest.importorskip("transformers")
     expected = list[Tensor]()
-    for model in (small(router_aux_loss_coef=1.0), theirs_alike()):
+    for model in (small(router_aux_loss_coef=1.0), noisy(), theirs_alike()):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
+        for number in range(2):
+            vars(model)["draws"] = number, torch.arange(4)
             model(*text()).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError
 from thinwire.hosts.sequence import blocks
-from thinwire.hosts.sequence.attention import HeadExchange, sequence_attention, ulysses_attention
+from thinwire.hosts.sequence.attention import HeadExchange, sequence_attention, ulysses_attention, whole_attention
 from thinwire.hosts.sequence.ring import ring_attention
 from thinwire.hosts.sequence.wire import SequenceWire
 from thinwire.methods.sequence import SequenceLayout, Shape, sent, tokens_of
@@ -86,9 +87,46 @@ def share(rank: int, world_size: int) -> dict[str, Any]:
     for wrong in (BOUNDS[:1], (BOUNDS[0], [0, 9, 7, 48]), (BOUNDS[0], [0, 47])):
         with pytest.raises(ConfigError, match="bounds of documents"):
             ring_attention(q, k, v, comm, bounds=wrong)
+    found["fp32"] = in_fp32(comm, rank)
+    found["bf16"] = in_bf16(comm, rank)
     found["lossy"] = lossy(comm, rank)
     found["bytes"] = dossier_bytes(comm, rank)
     comm.close()
+    return found
+
+
+def in_fp32(comm: Communicator, rank: int) -> list[float]:
+    """The largest errors of heads over two and over four ranks: of outputs and gradients."""
+    wire, errors = SequenceWire(comm), list[float]()
+    for ranks, heads in itertools.product((2, 4), (4, 8)):
+        first = rank - rank % ranks
+        own = tokens_of(SequenceLayout(ranks, 1), rank - first, LENGTH)
+        q, k, v, grad = (x[:, :, own].requires_grad_() for x in inputs(heads, heads, torch.float32))
+        out = ulysses_attention(q, k, v, wire, members=range(first, first + ranks))
+        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach())]
+        pairs = zip(found, alone(heads, heads, True), strict=True)
+        errors += [float((result - expected[:, :, own]).abs().max()) for result, expected in pairs]
+    return errors
+
+
+def in_bf16(comm: Communicator, rank: int) -> dict[str, list[float]]:
+    """The relative errors of a ring of bf16 messages, and of bf16 throughout; and of one process in bf16."""
+    layout, truth, found = SequenceLayout(1, RANKS), alone(4, 2, True), dict[str, list[float]]()
+    codec = Codec.parse("bf16")
+    exact, rounded = SequenceWire(comm), SequenceWire(comm, codec, codec)
+    ways = ("wire", torch.float32, rounded), ("dtype", torch.bfloat16, exact), ("plain", torch.bfloat16, None)
+    for name, dtype, wire in ways:
+        own = torch.arange(LENGTH) if wire is None else tokens_of(layout, rank, LENGTH)
+        q, k, v, grad = (x[:, :, own].requires_grad_() for x in inputs(4, 2, dtype))
+        before = comm.meter.snapshot().sent_bytes
+        out = whole_attention(q, k, v, True) if wire is None else ring_attention(q, k, v, wire)
+        results = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach())]
+        assert all(each.dtype == dtype for each in results)
+        # Both ways send two bytes a number.
+        spent, bf16 = comm.meter.snapshot().sent_bytes - before, Shape(4, 2, WIDTH, BATCH * LENGTH, itemsize=2)
+        assert wire is None or spent == sum(n for (source, _), n in sent(layout, bf16).items() if source == rank)
+        pairs = [(result.double(), expected[:, :, own]) for result, expected in zip(results, truth, strict=True)]
+        found[name] = [float((a - b).norm() / b.norm()) for a, b in pairs]
     return found
 
 
@@ -126,7 +164,11 @@ def dossier_bytes(comm: Communicator, rank: int) -> dict[str, Any]:
     forward = (comm.meter.snapshot() - before).sent_by("sequence")
     out.sum().backward()
     backward = (comm.meter.snapshot() - before).sent_by("sequence_gradients")
-    return {"whole": whole, "is_back": torch.equal(back, q), "bytes": spent, "layer": (forward, backward)}
+    # As many tokens a rank, in a sequence of two ranks.
+    before, first = comm.meter.snapshot(), rank - rank % 2
+    ulysses_attention(q.detach(), q.detach(), q.detach(), comm, members=[first, first + 1])
+    pair = (comm.meter.snapshot() - before).sent_by("sequence")
+    return {"whole": whole, "is_back": torch.equal(back, q), "bytes": spent, "layer": (forward, backward), "pair": pair}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +189,18 @@ def test_outputs_and_gradients_are_those_of_one_process(kind: str, shared: list[
                 error = float((result - expected[:, :, own]).abs().max())
                 assert error < 1e-12, (str(layout), heads, name, error)
             assert spent == sum(n for (source, _), n in told.items() if source == rank), (str(layout), heads)
+
+
+def test_heads_over_two_and_four_ranks_are_exact_in_fp32(shared: list[dict[str, Any]]) -> None:
+    errors = [error for found in shared for error in found["fp32"]]
+    assert len(errors) == 4 * 16 and max(errors) < 1e-5
+
+
+def test_a_ring_in_bf16_is_as_near_as_one_process_in_bf16(shared: list[dict[str, Any]]) -> None:
+    for found in shared:
+        told = found["bf16"]
+        for error, whole, plain in zip(told["wire"], told["dtype"], told["plain"], strict=True):
+            assert 1e-4 < error < 1.5 * plain and whole < 1.5 * plain, told
 
 
 def test_documents_attend_only_to_themselves(shared: list[dict[str, Any]]) -> None:
@@ -178,6 +232,8 @@ def test_heads_arrive_whole_and_go_back_bit_for_bit(shared: list[dict[str, Any]]
         assert torch.equal(told["whole"], expected.view(1, 1, -1, 1).expand(2, 1, 256, 16))
         assert told["bytes"] == 2 * 24_576
         assert told["layer"] == (4 * 24_576, 4 * 24_576)
+        # 1/2 of a rank's numbers leave it, not 3/4.
+        assert told["pair"] == 4 * 16_384
 
 
 def test_codecs_send_less_and_stay_close(shared: list[dict[str, Any]]) -> None:

@@ -70,6 +70,17 @@ def test_bytes_are_the_papers() -> None:
             assert twice == more * once
 
 
+def test_bytes_of_a_rank_are_nearly_constant_where_ranks_grow_with_the_sequence() -> None:
+    """Of hidden size 64 and two sequences: those of each of the four exchanges of a forward."""
+
+    def exchange(ranks: int, length: int) -> float:
+        shape = Shape(heads=8, kv_heads=8, head_size=8, tokens=2 * length)
+        return sum(n for (a, _), n in sent(SequenceLayout(ranks, 1), shape).items() if a == 0) / 8
+
+    assert (exchange(4, 256), exchange(8, 256)) == (24_576, 14_336)
+    assert exchange(8, 512) / exchange(4, 256) == 7 / 6
+
+
 def test_auto_takes_what_the_links_carry_soonest() -> None:
     auto = SequenceParallel(4)
     few_keys, many = Shape(32, 4, 128, 4096), Shape(32, 32, 128, 4096)

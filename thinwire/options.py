@@ -39,6 +39,27 @@ LAYOUT_TABLES: Mapping[str, type] = {
 }  # fmt: skip
 
 
+def with_capacity(model: str, tables: Tables, problems: Problems) -> Tables:
+    """The tables, in which a capacity of [experts] is that of [moe], so that whatever reads a capacity reads one.
+
+    Notes a capacity that contradicts that of [moe], or of a model that has none.
+    """
+    own = dict(tables.get(EXPERTS, {}))
+    if (factor := own.pop("capacity", None)) is None:
+        return tables
+    name, stated = f"--experts.capacity {factor:g}", tables.get(MOE, {}).get("capacity_factor", factor)
+    if model_table(model) != MOE:
+        drops = f"only thinwire's own mixtures drop rows; nearest: --model {next(iter(MIXTURES))}, or leave it out"
+        problems.messages.append(f"{name} for --model {model}: {drops}")
+        return tables
+    # A number that is none equals no other.
+    if stated not in (factor,):
+        near = f"both are the most rows of an expert; nearest: --experts.capacity {stated:g}"
+        problems.messages.append(f"{name} and --moe.capacity-factor {stated:g}: {near}")
+    kept = {EXPERTS: own, MOE: {**tables.get(MOE, {}), "capacity_factor": stated}}
+    return {table: values for table, values in {**tables, **kept}.items() if values}
+
+
 @functools.cache
 def option_tables() -> Mapping[str, type]:
     """The dataclass behind each table: of models, of layouts such as [pipeline], and of every strategy."""

@@ -80,6 +80,10 @@ def test_a_contestant_may_lie_on_the_ranks_in_its_own_way() -> None:
     assert plain.config(base) == replace(base, strategy="zero")
     for text, message in (
         ("a=zero[pipeline.fwd=fp32]", "pipeline.unknown key 'fwd'"),
+        (
+            "a=zero[experts.capacity=2]",
+            "experts.capacity is of the model, which all contestants share; nearest: --experts",
+        ),
         ("a=zero[experts.parallel=2,experts.mov=tokens]", "experts.unknown key 'mov'; did you mean 'move'"),
         ("a=sdp4bit[stages=0]", "--stages 0"),
     ):

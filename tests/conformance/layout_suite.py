@@ -115,7 +115,7 @@ ROWS: dict[str, Row] = {
     "dion": Row(PAIRS, optimizer="dion", begins=True),
     "dion-four": Row(FOUR, optimizer="dion"),
     "tight": Row({"data": 4}, config=TIGHT, begins=True),
-    "tight-pairs": Row(PAIRS, experts=spread(chunks=2), config=TIGHT),
+    "tight-pairs": Row(PAIRS, experts=spread(chunks=2, capacity=TIGHT.capacity_factor), config=TIGHT),
 }  # fmt: skip
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # SGD shows a gradient that is a number of times too large, which AdamW hides.
@@ -190,7 +190,9 @@ def train(rank: int, world_size: int, name: str, folder: Path) -> Told:
     """The row's steps; it is saved before the first of them, or after SAVED where it begins anew."""
     row, told = ROWS[name], Told()
     # The checkpoint's weights are taken, or rank 0's experts.
-    model = MoELlama(row.config, seed=0 if row.begins else rank)
+    states_limit = row.experts is not None and row.experts.capacity is not None
+    config = replace(row.config, capacity_factor=0.0) if states_limit else row.config
+    model = MoELlama(config, seed=0 if row.begins else rank)
     if not row.has_logits:
         cut_loss(model)
     mesh = init_device_mesh("cpu", tuple(row.mesh.values()), mesh_dim_names=tuple(row.mesh))

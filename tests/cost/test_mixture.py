@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cost.fsmoe import fsmoe_s
 from thinwire.cost import Cores, Drawing, Machine, Network, Work, simulate
 from thinwire.cost.graph import CARRY
 from thinwire.cost.links import Line, Links
-from thinwire.cost.mixture import Portion, fsmoe_s, pass_graph, passes_s
+from thinwire.cost.mixture import Portion, pass_graph, passes_s
 
 INF = float("inf")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.optimize import differential_evolution
 
+from tests.cost.fsmoe import excess_s, partition
 from thinwire.cost.links import Line
-from thinwire.cost.partition import capacity, excess_s, partition
 
 LINE = Line(0.01, 1e-8)
 
@@ -64,7 +64,7 @@ def test_the_exact_allocation_is_never_worse_than_a_search() -> None:
 
 
 def test_bytes_of_an_idle_time() -> None:
-    assert capacity(0.03, LINE) == pytest.approx(2e6) and capacity(0.005, LINE) == 0.0
+    assert LINE.room(0.03) == pytest.approx(2e6) and LINE.room(0.005) == 0.0
     assert partition([3e6, 0.0, 0.0], [0.03, 0.03], LINE) == pytest.approx([2e6, 1e6, 0.0])
     # The second layer has no room: the rest makes the first one longer, which saves the latency of another message.
     assert partition([3e6, 0.0, 0.0], [0.03, 0.0], LINE) == pytest.approx([3e6, 0.0, 0.0])

@@ -334,6 +334,8 @@ def test_ranks_with_halves_of_a_batch_have_the_gradients_of_the_whole() -> None:
         ({"router_aux_loss_coef": -1.0}, "nearest is 0"),
         ({"num_local_experts": 0}, "above zero"),
         ({"capacity_factor": math.inf}, "nearest is 0.0"),
+        ({"router": "softmoe", "capacity_factor": 1.5}, "its experts take their slots and drop nothing; nearest: 0.0"),
+        ({"router": "expert-choice", "batch_priority": True}, "no token's row is dropped; nearest: False"),
     ],
 )
 def test_wrong_options_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.training.commands import check_refused, train_ranks
 from thinwire.checkpoint.folder import latest
 from thinwire.checkpoint.source import read_weights
+from thinwire.report.metrics import WayEvent, read_events
 
 STEPS, SAVED = 6, 3
 SMALL = (
@@ -21,7 +22,7 @@ SMALL = (
 )  # fmt: skip
 OPEN = "--experts.move auto --experts.route auto --experts.chunks auto"
 AGAIN = "--activations recompute"
-TIGHT = "--moe.capacity-factor 0.75 --moe.batch-priority True"
+TIGHT = "--experts.capacity 0.75 --moe.batch-priority True"
 LOSSY = (
     "--strategy sdp4bit --experts.parallel 2 --experts.dispatch int8 --experts.combine int8/64:nearest "
     "--experts.gradients int8/64"
@@ -79,6 +80,10 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
     assert runs["whole"]["steps"][STEPS]["predicted_experts_s"] > 0
     # A way needs the rows, whether or not they are balanced.
     assert runs["whole"]["steps"][STEPS]["needed_capacity"] > 1
+    # Where the number of ranks alone is open, too, the page says how rows travel.
+    (start,) = read_events(runs["found"]["folder"] / "metrics.jsonl")
+    assert isinstance(start, WayEvent) and start.after_step == 0 and start.why.startswith("at the start: ")
+    assert f"<td>0</td><td>{start.way}</td>" in (runs["found"]["folder"] / "report.html").read_text()
     assert runs["found"]["losses"] == pytest.approx(alone["losses"][:1], rel=1e-5)
     assert "in slices of 1/2" in runs["four"]["printed"] and "4 of 8 experts a rank (no" in runs["whole"]["printed"]
     # What `zero` would send for the whole model, whatever is sent.
@@ -99,6 +104,8 @@ def test_a_capacity_drops_rows_which_the_run_counts(runs: dict[str, dict[str, An
     tight = runs["tight"]
     rows = "capacity_factor 0.75: 8 rows of an expert, of a rank's 44 tokens: those of the highest scores"
     assert rows in tight["printed"] and "in 3 chunks" in tight["printed"]
+    config = (tight["folder"] / "config.toml").read_text()
+    assert "capacity_factor = 0.75" in config.partition("[moe]")[2] and "\ncapacity =" not in config
     lines = tight["steps"].values()
     assert all(0 < line["dropped_rows"] < 0.7 and line["needed_capacity"] > 0.75 for line in lines)
     assert "Rows of experts" in (tight["folder"] / "report.html").read_text()
@@ -138,6 +145,13 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
         ),
         ("--workers 2 --experts.parallel 2 --experts.chunks 40", "chunks 40: must be 1 to 32; nearest: 32"),
         ("--workers 2 --moe.capacity-factor 0.05 --micro-batch 1", "would take no row; nearest: 0.5"),
+        (
+            "--workers 2 --experts.capacity 2 --moe.capacity-factor 1.5",
+            "--experts.capacity 2 and --moe.capacity-factor 1.5: both are the most rows of an expert; nearest: "
+            "--experts.capacity 1.5",
+        ),
+        ("--experts.capacity 2 --model tiny", "--experts.capacity 2 for --model tiny: only thinwire's own mixtures"),
+        ("--experts.capacity nan", "capacity_factor=nan: must be a finite number; nearest is 0.0"),
         ("--workers 2 --experts.parallel 2 --strategy ddp", "those that can: zero, zero-bf16"),
         (
             "--workers 4 --experts.parallel 4 --sequence.parallel 2",

@@ -215,6 +215,8 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     assert "dtype auto: bf16 (measured [1])" in shown
     assert "step 1/3  loss 2.0000" in shown and "step 3/3" in shown and "step 2/3" not in shown
     assert "sent 100 B, fp32 8 MB" in shown and "waiting 0.200 of 1.500 s" in shown
+    Progress(3, 10, 8e6, whole=True).step(record(1))
+    assert "sent 100 B, whole models in fp32 8 MB" in capsys.readouterr().out
 
 
 def test_options_without_effect_are_rows() -> None:

@@ -173,6 +173,10 @@ def checked_options(
     # Of the base itself nothing is said once more for each contestant.
     ranks = TrainConfig(workers=base.workers, nodes=base.nodes)
     problems.messages += [note + message for message in range_errors(replace(ranks, **tuned))]
+    if "capacity" in below[EXPERTS]:
+        problems.messages.append(
+            f"{note}experts.capacity is of the model, which all contestants share; nearest: --experts.capacity after --"
+        )
     for layout, values in below.items():
         checked = checked_values(option_tables()[layout], values, f"{note}{layout}.", problems)
         options |= {f"{layout}.{name}": value for name, value in checked.items()}

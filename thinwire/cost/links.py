@@ -26,6 +26,10 @@ class Line:
         """Seconds of an amount; 0 for an amount of 0."""
         return self.alpha_s + self.beta_s * amount if amount else 0.0
 
+    def room(self, seconds: float) -> float:
+        """The amount that passes in some seconds: the inverse; 0 where they are shorter than alpha_s."""
+        return max(0.0, seconds - self.alpha_s) / self.beta_s if self.beta_s else float("inf")
+
     @classmethod
     def fitted(cls, amounts: Sequence[float], seconds: Sequence[float]) -> Line:
         """The line of the least squares of relative errors, sum_i ((alpha + beta n_i) / t_i - 1)^2; alpha >= 0.

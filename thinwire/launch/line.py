@@ -70,6 +70,7 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
 def configured(stated: Stated, problems: Problems) -> TrainConfig:
     """The configuration from the values that the command line states."""
     # It knows the strategies, and with them torch, for which --help does not wait.
+    from thinwire.options import with_capacity
     from thinwire.run.settings import check_length, own_limit, read_toml
 
     tables = dict(stated)
@@ -101,4 +102,5 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
     if (limit := own_limit()) is not None and (flags.get("memory") or below.memory) is None:
         flags["memory"] = limit
     tables = {name: {**below.tables.get(name, {}), **tables.get(name, {})} for name in {**below.tables, **tables}}
-    return replace(below, **flags, tables={name: values for name, values in tables.items() if values})
+    config = replace(below, **flags, tables={name: values for name, values in tables.items() if values})
+    return replace(config, tables=with_capacity(config.model, config.tables, problems))

@@ -83,6 +83,11 @@ class MeshShape:
         return {name for name, size in self.sizes.items() if name != NEEDED and (size > 1 or name == "island")}
 
     @property
+    def shares_work(self) -> bool:
+        """Whether ranks send each other more than gradients and weights: activations, parts of sequences, or rows."""
+        return bool({"pipeline", "sequence", "expert"} & self.cut)
+
+    @property
     def world_size(self) -> int:
         """Ranks of the mesh."""
         return math.prod(self.sizes.values())

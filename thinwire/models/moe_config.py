@@ -75,6 +75,20 @@ class MoEConfig(LlamaConfig):
                 f"balance='importance-load' needs the noise of router='noisy', not {self.router!r}; nearest: gshard"
             )
 
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        """Raise ConfigError for options of dropped rows beside a router that drops none."""
+        if self.router == SOFT and self.capacity_factor:
+            raise ConfigError(
+                f"capacity_factor={self.capacity_factor:g} with router={SOFT!r}: its experts take their slots and drop "
+                "nothing; nearest: 0.0"
+            )
+        if self.router in NOT_CAUSAL and self.batch_priority:
+            raise ConfigError(
+                f"batch_priority=True with router={self.router!r}: no token's row is dropped; nearest: False"
+            )
+
     def capacity_rows(self, num_tokens: int) -> list[Row]:
         """Rows about the capacity for a rank's number of tokens, and about what has no effect.
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from thinwire.errors import Problems
-from thinwire.flags import CommandLine, flag
+from thinwire.flags import CommandLine, Stated, flag
 from thinwire.layout.mesh import MeshShape
 
 LIMITS = {
@@ -124,7 +124,14 @@ def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
         # As many as the stages fill.
         ranks = int(stages) * (tensor if isinstance(tensor, int) else 1)
         own["nodes"] = max(ExplainConfig.nodes, -(-ranks // max(1, own.get("local_size", ExplainConfig.local_size))))
-    return ExplainConfig(**own, tables={name: values for name, values in stated.items() if values})
+    return ExplainConfig(**own, tables=tables_of(own.get("model", ExplainConfig.model), stated, problems))
+
+
+def tables_of(model: str, stated: Stated, problems: Problems) -> Mapping[str, Mapping[str, Any]]:
+    """The tables that are stated for a model. Notes a capacity that is stated twice."""
+    from thinwire import options
+
+    return options.with_capacity(model, {name: values for name, values in stated.items() if values}, problems)
 
 
 def range_errors(config: ExplainConfig) -> Iterator[str]:

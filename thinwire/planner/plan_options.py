@@ -11,7 +11,7 @@ import tyro
 
 from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine
-from thinwire.planner.options import option_tables
+from thinwire.planner.options import option_tables, tables_of
 
 BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
@@ -105,7 +105,7 @@ def read_plan_line(args: Sequence[str], problems: Problems) -> PlanConfig:
     """Read the options from the command line. Notes all errors. Raises SystemExit after --help."""
     stated = plan_line().read(args, problems, elsewhere=found_by_plan)
     own = stated.pop("")
-    return PlanConfig(**own, tables={name: values for name, values in stated.items() if values})
+    return PlanConfig(**own, tables=tables_of(own.get("model", PlanConfig.model), stated, problems))
 
 
 def tune_line() -> CommandLine:
@@ -119,7 +119,7 @@ def read_tune_line(args: Sequence[str], problems: Problems) -> TuneConfig:
     """As `read_plan_line`."""
     stated = tune_line().read(args, problems, elsewhere=found_by_plan)
     own = stated.pop("")
-    return TuneConfig(**own, tables={name: values for name, values in stated.items() if values})
+    return TuneConfig(**own, tables=tables_of(own.get("model", TuneConfig.model), stated, problems))
 
 
 def read_bytes(text: str) -> float:

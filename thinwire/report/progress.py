@@ -25,11 +25,15 @@ class Progress:
     """Shows steps as they happen.
 
     num_steps: of the whole run. uncompressed_bytes: of one step, in fp32. sender: whose bytes are shown if ranks send
-    different amounts; empty: each rank's.
+    different amounts; empty: each rank's. whole: those bytes are of ranks that average gradients of whole models, and
+    not of these ranks, which share the work.
     """
 
-    def __init__(self, num_steps: int, tokens_per_step: int, uncompressed_bytes: float, sender: str = "") -> None:
+    def __init__(
+        self, num_steps: int, tokens_per_step: int, uncompressed_bytes: float, sender: str = "", *, whole: bool = False
+    ) -> None:
         self.sent_by = f"sent by {sender}" if sender else "sent"
+        self.whole = "whole models in " if whole else ""
         self.num_steps = num_steps
         self.tokens_per_step = tokens_per_step
         self.uncompressed_bytes = uncompressed_bytes
@@ -82,7 +86,7 @@ class Progress:
             f"{record.step}/{self.num_steps}",
             f"{record.loss:.4f}",
             f"{self.tokens_per_step / typical_s:,.0f}",
-            f"{bytes_text(record.sent_bytes)}, fp32 {bytes_text(self.uncompressed_bytes)}",
+            f"{bytes_text(record.sent_bytes)}, {self.whole}fp32 {bytes_text(self.uncompressed_bytes)}",
             f"{record.exposed_comm_s:.3f} of {record.step_s:.3f} s",
             str(left),
         ]
@@ -90,7 +94,12 @@ class Progress:
     def _show_live(self, record: StepMetrics) -> None:
         self._rows.append(self._cells(record))
         table = Table(
-            "step", "loss", "tokens/s", f"{self.sent_by}, and in fp32", "waiting for communication", "time left"
+            "step",
+            "loss",
+            "tokens/s",
+            f"{self.sent_by}, and {self.whole or 'in '}fp32",
+            "waiting for communication",
+            "time left",
         )
         for row in self._rows:
             table.add_row(*row)

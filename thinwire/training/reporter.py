@@ -56,11 +56,9 @@ class Reporter:
         self.run_dir = RunDir(config.run_dir)
         self.metrics = MetricsWriter(self.run_dir.metrics, first_step)
         self.has_stages = config.mesh_shape.pipeline > 1
-        # Ranks then send more than gradients and weights.
-        sizes = config.mesh_shape.sizes
-        self.cuts_work = any(sizes.get(axis, 1) > 1 for axis in ("pipeline", "sequence", "expert"))
+        self.shares_work = config.mesh_shape.shares_work
         sender = "rank 0" if self.has_stages else ""
-        self.progress = Progress(config.steps, self.tokens_per_step, uncompressed_bytes, sender)
+        self.progress = Progress(config.steps, self.tokens_per_step, uncompressed_bytes, sender, whole=self.shares_work)
         self.trackers = open_trackers(config.track, self.run_dir.path, asdict(config), self.progress.warn)
         self._is_full = False
         self.progress.start_table(self.rows)
@@ -94,10 +92,10 @@ class Reporter:
             f"{event.after_step}; {WAITED[noun].format(f'{event.cost_s:.1f} s')} ({event.how})"
         )
 
-    def way(self, event: WayEvent) -> None:
-        """Record another way of rows to experts. Print it, unless it is only tried."""
+    def way(self, event: WayEvent, *, is_news: bool = True) -> None:
+        """Record a way of rows to experts. Print it, unless it is only tried, or the start-up table has it."""
         self._write(event)
-        if event.why != TRIED:
+        if is_news and event.why != TRIED:
             seconds = f" ({seconds_text(event.measured_s)} a layer)" if event.measured_s else ""
             self.progress.say(f"rows to experts after step {event.after_step}: {event.way}: {event.why}{seconds}")
 
@@ -148,7 +146,7 @@ class Reporter:
             "expert_rows": expert_rows,
             "last_exchange_bytes": self.last_bytes,
             "uncompressed_bytes_per_step": self.uncompressed_bytes,
-            "uncompressed_of": WHOLE_MODELS if self.cuts_work else "",
+            "uncompressed_of": WHOLE_MODELS if self.shares_work else "",
             "strategy": self.config.strategy,
             "world_size": self.world_size,
             "parameters": parameters,
@@ -210,7 +208,7 @@ class Reporter:
             beside = (
                 ", without those of the tensor axis, which torch sends" if self.config.mesh_shape.tensor > 1 else ""
             )
-            instead = f"{WHOLE_MODELS} in " if self.cuts_work else "in "
+            instead = f"{WHOLE_MODELS} in " if self.shares_work else "in "
             step = "in a mean step" if has_islands(self.config.strategy) else "in a median step"
             step = step if self._is_typical else "in a step"
             beside = f"{ratio} bytes{beside}" if self._is_typical else f"one step is no measure of the ratio{beside}"

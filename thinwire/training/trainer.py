@@ -29,7 +29,7 @@ from thinwire.training.recovery import Reunion, StepStart, Survivor
 from thinwire.training.reporter import Reporter
 from thinwire.training.resume import begin, fall_back, find_start
 from thinwire.training.start_rows import rows_on_links, rows_on_options
-from thinwire.training.ways import WaysInUse
+from thinwire.training.ways import WaysInUse, on_each_rank
 
 
 class Trainer:
@@ -72,6 +72,9 @@ class Trainer:
         own_rows = [*advice, *rows_on_options(self.engine)]
         if self.reporter is None:
             self._open_report([*self._device_rows(), *rows], [*saved_rows, *load_report], own_rows)
+        if run.links is not None and self.reporter is not None:
+            # The start-up table says why.
+            self.reporter.way(self.ways.begun(self.step) if self.ways else on_each_rank(self.step), is_news=False)
         self._report_changes()
         # Of the last step on which all ranks agreed.
         self._row: StepMetrics | None = None if reunion is None or reunion.start is None else reunion.start.row
@@ -101,7 +104,9 @@ class Trainer:
             )  # fmt: skip
         elif place.is_first_of_machine:
             sender = f"rank {place.rank}" if self.stage.pipeline is not None else ""
-            self.onlooker = Progress(config.steps, self.batch.tokens_per_step, whole, sender)
+            self.onlooker = Progress(
+                config.steps, self.batch.tokens_per_step, whole, sender, whole=config.mesh_shape.shares_work
+            )  # fmt: skip
             self.onlooker.start_table([*rows, ("metrics, summary and report", "on node 0", "where rank 0 is")])
 
     def survivor(self) -> Survivor:

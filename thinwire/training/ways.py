@@ -10,7 +10,7 @@ import torch
 from thinwire.calibration.levels import measure_links
 from thinwire.cost.links import ALL_TO_ALL, SCATTER
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
-from thinwire.methods.experts import MEASURE, Load, Rows, WayDictionary, idle_s, room_bytes, way_text
+from thinwire.methods.experts import MEASURE, Load, Rows, WayDictionary, choose_way, idle_s, room_bytes, way_text
 from thinwire.methods.experts.options import AUTO
 from thinwire.models.capacity import RowLoad, check_capacity
 from thinwire.models.moe import MoELlama
@@ -60,6 +60,15 @@ class WaysInUse:
     def name(self) -> str:
         """The way in use."""
         return way_text(self.experts.options)
+
+    def begun(self, step: int) -> WayEvent:
+        """The way in use at the start, before anything was measured of it, with its simulated seconds."""
+        experts, ways = self.experts, self.dictionary
+        ranks = experts.placement.ranks
+        seconds = choose_way(
+            experts.options, experts.placement, even_rows(self.engine), ways.part_numel, ways.local_size, ways.links
+        )  # fmt: skip
+        return WayEvent(step, self.name, f"at the start: {ranks} ranks share the experts", min(seconds.values()))
 
     def go_on(self, name: str) -> None:
         """Take the way that was in use when a checkpoint was written, if there is such a way here."""
@@ -126,6 +135,11 @@ class WaysInUse:
         num = min(MOST_LAYERS, len(order))
         picked = [order[(2 * number + 1) * len(order) // (2 * num)] for number in range(num)]
         return [even.uneven(layers[layer].clamp(max=limit or num_tokens).round().long().tolist()) for layer in picked]
+
+
+def on_each_rank(step: int) -> WayEvent:
+    """What ranks have chosen that share no experts."""
+    return WayEvent(step, "replicas", "at the start: every rank has all experts")
 
 
 def even_rows(engine: Engine) -> Rows:

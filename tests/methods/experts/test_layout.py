@@ -91,6 +91,7 @@ def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> N
         ({"move": "experts", "chunks_back": 2}, "rows go in one; nearest: 'same'"),
         ({"chunks": 2, "move": "experts"}, "chunks 2 with move 'experts': no rows travel; nearest: 1"),
         ({"chunks": 2, "route": "once"}, "chunks 2 with route 'once'"),
+        ({"capacity": float("inf")}, "capacity inf: must be a finite number; nearest: 0.0"),
         ({"once_a_step": True}, "once_a_step True with move 'tokens': no weights travel; nearest: False"),
         ({"once_a_step": "auto"}, "once_a_step auto with move 'tokens'"),
         ({"weights": "bf16"}, "weights 'bf16' with move 'tokens': no weights travel; nearest: 'fp32'"),
@@ -111,7 +112,7 @@ def test_what_does_not_fit_names_the_nearest(options: dict[str, Any], words: str
 
 def test_explain_plans_the_experts_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     command = "--model moe-tiny --nodes 2 --local-size 2 --strategy zero --seq-len 64"
-    for more in ("", "--experts.parallel 4 --experts.route once --moe.capacity-factor 0.5"):
+    for more in ("", "--experts.parallel 4 --experts.route once --experts.capacity 0.5"):
         assert run_explain([*command.split(), *more.split()]) == 0
     plain, spread = capsys.readouterr().out.split("experts over 4 ranks")
     assert "capacity_factor 0.5" in plain and "64 rows of an expert, of a rank's 512 tokens" in plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
 from thinwire.methods.experts.options import CODED, in_groups
+from thinwire.models.moe import MoE
 from thinwire.models.seam import experts_of, module_of
 from thinwire.state.elementwise import needs_whole_tensors
 
@@ -45,9 +47,29 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
         with problems.collect():
             placement = place_experts(options, first.num_experts, first.inner if first.is_sliceable else 1, world_size)
         problems.note(check_groups, options, first.width)
+    problems.note(check_limit, model, options)
     problems.raise_any()
     assert placement is not None
     return placement
+
+
+def check_limit(model: nn.Module, options: ExpertParallel) -> None:
+    """Raise ConfigError for a capacity that the model's layers can't have, or that differs from the one they have."""
+    if options.capacity is None:
+        return
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    if not layers:
+        raise ConfigError(
+            f"capacity {options.capacity:g}: {type(model).__name__} has no layers of thinwire, which alone drop rows; "
+            "nearest: leave capacity out"
+        )
+    for config in (layer.config for layer in layers):
+        if config.capacity_factor not in (0, options.capacity):
+            raise ConfigError(
+                f"capacity {options.capacity:g} and the model's capacity_factor {config.capacity_factor:g}: both are "
+                f"the most rows of an expert; nearest: capacity {config.capacity_factor:g}"
+            )
+        replace(config, capacity_factor=options.capacity)
 
 
 def check_groups(options: ExpertParallel, width: int) -> None:

@@ -29,6 +29,7 @@ from thinwire.methods.experts.options import CODED
 from thinwire.methods.experts.traffic import chunks_text
 from thinwire.models.experts import Experts, between_ranks, mixed
 from thinwire.models.fused import FusedExperts
+from thinwire.models.moe import MoE
 from thinwire.models.row_hooks import row_hooks
 from thinwire.models.seam import experts_of, module_of
 from thinwire.optim.dion import FACTOR
@@ -348,6 +349,9 @@ def expert_parallel(
     made = ExpertRanks(options, placement, comm, everyone, shapes, stride, seed, asked)
     for param in tensors.values():
         param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)
+    if options.capacity is not None:
+        for layer in (module for module in model.modules() if isinstance(module, MoE)):
+            layer.capacity_factor = options.capacity
     for name, experts in found.items():
         # Compiled layers leave their code for it.
         modules[name].forward = torch.compiler.disable(partial(made.forward, experts))

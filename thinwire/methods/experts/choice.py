@@ -12,7 +12,6 @@ from typing import Literal
 
 from thinwire.cost.links import ALL_TO_ALL, INTER, INTRA, SCATTER, Line, Links
 from thinwire.cost.mixture import Portion, passes_s
-from thinwire.cost.partition import capacity
 from thinwire.errors import Problems
 from thinwire.methods.experts.layout import ExpertPlacement
 from thinwire.methods.experts.options import AUTO, MOST_CHUNKS, SAME, ExpertParallel
@@ -188,7 +187,7 @@ def idle_s(
 def room_bytes(idle_s: float, links: Links) -> int:
     """Bytes of gradients that a rank can send in an idle time, on the level that gradients cross."""
     line = links.lines.get((SCATTER, level_of(links)), links.lines.get((ALL_TO_ALL, level_of(links)), Line()))
-    return int(min(capacity(idle_s, line), MOST_ROOM))
+    return int(min(line.room(idle_s), MOST_ROOM))
 
 
 def level_of(links: Links) -> str:

@@ -56,6 +56,9 @@ class ExpertParallel:
     chunks_back: int | Literal["same", "auto"] = SAME
     """The same in backward, in which experts work twice as long: same, as many as chunks; or a number that divides
     chunks, or is a multiple of it. auto: the same, half or twice as many."""
+    capacity: float | None = None
+    """Capacity factor, which bounds the rows that an expert takes of a rank's tokens: a second name of
+    --moe.capacity-factor. By default the model's own."""
     dispatch: str = FP32
     """Codec of rows to their experts, such as bf16 or int8/64:nearest; fp32: as they are. It draws by
     a row's number alone."""
@@ -89,6 +92,8 @@ class ExpertParallel:
                     near = min(max(num, 1), MOST_CHUNKS)
                     raise ConfigError(f"{name} {num}: must be 1 to {MOST_CHUNKS}; nearest: {near}")
             self._check_move()
+            if self.capacity is not None and not math.isfinite(self.capacity):
+                raise ConfigError(f"capacity {self.capacity}: must be a finite number; nearest: 0.0, which is no limit")
             if not isinstance(self.release, str) and self.release < 0:
                 raise ConfigError(f"release {self.release}: must be at least 0; nearest: 0")
         problems.messages += self._unfit()

@@ -1,4 +1,4 @@
-"""Which bytes of gradients travel in which layer's idle time, so that a backward takes the fewest seconds."""
+"""FSMoE's closed forms, to which tests hold the simulation and what a run does; neither chooses by them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,35 @@ from itertools import accumulate
 from thinwire.cost.links import Line
 
 
-def capacity(idle_s: float, line: Line) -> float:
-    """The bytes that pass in idle_s: the inverse of the line; 0 where the time is shorter than its latency."""
-    return max(0.0, idle_s - line.alpha_s) / line.beta_s if line.beta_s else float("inf")
+def fsmoe_s(
+    all_to_all_s: float, gather_s: float, scatter_s: float, expert_s: float, chunks: int, gradients_s: float = 0.0
+) -> tuple[float, int]:
+    """Seconds of one pass through a layer by FSMoE's formula, and its case, 1 to 4.
+
+    Each chunk's rows cross between nodes (all_to_all_s), are gathered inside one, worked on, scattered and sent back.
+    The case names the bottleneck: 1: the link between nodes, 2: the experts, 4: the links inside, 3: all in turns.
+    The formula assumes three separate streams, and gradients that leave after the last dispatch.
+
+    Args:
+        all_to_all_s, gather_s, scatter_s, expert_s: seconds of one chunk.
+        gradients_s: seconds in which gradients are averaged between nodes meanwhile; 0 in a forward.
+
+    Source: Pan et al., "FSMoE" (ASPLOS 2025), conditions Q1 to Q7 and cases 1 to 4.
+    """
+    inside, idle = gather_s + scatter_s, 2 * (chunks - 1) * all_to_all_s
+    if all_to_all_s > gather_s:
+        is_waiting = chunks * expert_s > idle
+        is_bound = gradients_s > (chunks * expert_s - idle + inside if is_waiting else inside)
+    else:
+        is_waiting = chunks * expert_s > (chunks - 1) * inside
+        is_bound = gradients_s > (inside + chunks * expert_s if is_waiting else chunks * inside) - idle
+    if is_bound:
+        return 2 * chunks * all_to_all_s + gradients_s, 1
+    if is_waiting:
+        return 2 * all_to_all_s + inside + chunks * expert_s, 2
+    if all_to_all_s > gather_s:
+        return 2 * chunks * all_to_all_s + inside, 3
+    return 2 * all_to_all_s + chunks * inside, 4
 
 
 def excess_s(sent: Sequence[float], idle_s: Sequence[float], line: Line) -> float:
@@ -38,7 +64,7 @@ def partition(produced: Sequence[float], idle_s: Sequence[float], line: Line) ->
 
     Source: Pan et al., "FSMoE" (ASPLOS 2025), section 5, with another step 2.
     """
-    rooms = [capacity(idle, line) for idle in idle_s]
+    rooms = [line.room(idle) for idle in idle_s]
     sent, waiting, pending = [], list[float](), 0.0
     for num, room in zip(produced, rooms, strict=False):
         waiting.append(pending + num)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.methods.memory import floor
 
-LAYERS, WIDTH = 6, 32
+LAYERS, WIDTH = 6, 64
 LAYER_BYTES = 4 * WIDTH * WIDTH
 
 
@@ -136,3 +138,150 @@ def test_reads_are_ahead_as_far_as_the_budget_allows(tmp_path: Path) -> None:
         assert [number for number, _ in found] == list(range(LAYERS))
         depths = [len([other for other in begun if other > number]) for number, begun in found]
         assert max(depths) == room - 1, found
+
+
+FORWARD, MOST_S = list(range(LAYERS)), 60.0
+
+
+def made(method: Any, residency: Residency | None) -> tuple[Ordered, Any]:
+    model = Ordered()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    _, optimizer = thinwire.zero(model, sgd, method, residency=residency, local_size=1, overlap=True, announce=False)
+    return model, optimizer
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
+
+
+def stepped(model: Ordered, optimizer: Any, x: Tensor, order: list[int]) -> float:
+    loss = model(x, order)
+    loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def replica_of(optimizer: Any) -> dict[str, Tensor]:
+    pieces = optimizer.snapshot().pieces
+    return {name: pieces[name].values.clone() for name in sorted(pieces) if name.startswith("replica/")}
+
+
+def readers(rank: int, model: Ordered, optimizer: Any, told: list[Any]) -> Iterator[Any]:
+    """What is read of weights whose updates wait, by all who may read them. told: how many wait before each."""
+
+    def waiting() -> None:
+        held = None if optimizer._residence is None else optimizer._residence.replicas
+        told.append(held and sum(spot.update is not None for spot in held.spots.values()))
+
+    def weights() -> list[Tensor]:
+        with thinwire.whole(model):
+            return [param.detach().clone() for param in model.parameters()]
+
+    for step in range(3):
+        waiting()
+        yield stepped(model, optimizer, batch_of(rank, step), FORWARD)
+    waiting()
+    # What waits of the last layer is added before its next update is sent, though no forward has used it.
+    for step in (3, 4):
+        yield stepped(model, optimizer, batch_of(rank, step), FORWARD[:-1])
+    waiting()
+    yield weights()
+    yield stepped(model, optimizer, batch_of(rank, 5), FORWARD)
+    waiting()
+    yield replica_of(optimizer)
+    yield stepped(model, optimizer, batch_of(rank, 6), FORWARD)
+    yield stepped(model, optimizer, batch_of(rank, 7) * float("nan"), FORWARD[:3])
+    waiting()
+    with torch.inference_mode():
+        yield float(model(batch_of(rank, 8), FORWARD))
+    yield stepped(model, optimizer, batch_of(rank, 9), FORWARD)
+    waiting()
+    with thinwire.whole(model.layers[2]):
+        model.layers[2].get_parameter("weight").data.mul_(0.5)
+    yield stepped(model, optimizer, batch_of(rank, 10), FORWARD)
+    waiting()
+    optimizer.check_replicas()
+    yield stepped(model, optimizer, batch_of(rank, 11), FORWARD)
+    waiting()
+    yield weights()
+
+
+def read_while_updates_wait(rank: int, world_size: int, folder: Path) -> tuple[list[Any], ...]:
+    """What memory and the disk show to each reader, and how many updates wait before each on the disk."""
+    cut_small()
+    shown, told = [], list[Any]()
+    for residency in (None, Residency(store=str(folder), weights="disk", gradients="disk", sub_group=1024)):
+        told.clear()
+        model, optimizer = made(thinwire.SDP4Bit(), residency)
+        shown.append(list(readers(rank, model, optimizer, told)))
+        optimizer.close()
+    return (*shown, told)
+
+
+def test_whoever_reads_weights_sees_them_behind_an_update_that_waits(tmp_path: Path) -> None:
+    for memory, disk, told in run_workers(read_while_updates_wait, 2, tmp_path):
+        for number, (one, other) in enumerate(zip(memory, disk, strict=True)):
+            torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True, msg=f"reader {number}")
+        # Of a step that was skipped, behind a forward over three layers, those of the others wait still.
+        assert told == [0, LAYERS, LAYERS, LAYERS, LAYERS, LAYERS, 3, LAYERS, LAYERS, LAYERS]
+
+
+def moved_by_steps(rank: int, world_size: int, folder: Path) -> dict[str, list[tuple[int, int]]]:
+    """Bytes that each step reads and writes: an update that overwrites weights, one that waits, one that can't."""
+    cut_small(2)
+    ways = {"zero": (thinwire.Zero(), 1.0), "waits": (thinwire.SDP4Bit(), 1.0), "half": (thinwire.SDP4Bit(), 0.5)}
+    told = {}
+    for name, (method, share) in ways.items():
+        model, optimizer = made(method, Residency(store=str(folder), weights="disk", optimizer="memory"))
+        held = optimizer._residence.replicas
+        if share < 1:
+            held.defer_within(int(share * sum(bucket.layout.update_bytes for bucket in held.deferrable)))
+        found = []
+        for step in range(5):
+            before = optimizer.tiers.snapshot()
+            stepped(model, optimizer, batch_of(rank, step), FORWARD)
+            for spot in held.spots.values():
+                spot.finish()
+            moved = optimizer.tiers.snapshot() - before
+            found.append((moved.read_bytes, moved.written_bytes))
+        told[name] = found
+        optimizer.close()
+    return told
+
+
+def test_an_update_reads_no_weights_that_it_overwrites_and_few_to_which_it_adds(tmp_path: Path) -> None:
+    """Of L layers with room for c, forward and backward read 2 (L - c); an update that waits (L - c) / 2 on two ranks.
+
+    One that overwrites weights needs the room while one layer is sent and the next one made, so one less stays.
+    """
+    for told in run_workers(moved_by_steps, 2, tmp_path):
+        away = (LAYERS - 2) * LAYER_BYTES
+        assert told["waits"][2:] == [(2 * away + away // 2, LAYERS * LAYER_BYTES)] * 3
+        assert told["zero"][2:] == [(2 * (away + LAYER_BYTES), LAYERS * LAYER_BYTES)] * 3
+        assert all(2.5 * away < read <= 3.5 * away for read, _ in told["half"][2:]), told
+
+
+def ahead_of_messages(rank: int, world_size: int, folder: Path) -> list[float]:
+    """Two steps; of the first one, a rank sends its update when the other one's step has returned."""
+    cut_small()
+    model, optimizer = made(thinwire.SDP4Bit(), Residency(store=str(folder / "store"), weights="disk"))
+    losses, passed, end = [], folder / "passed", time.monotonic() + MOST_S
+    for step in range(2):
+        loss = model(batch_of(rank, step), FORWARD)
+        loss.backward()
+        optimizer.reduce()
+        while rank == 1 and not passed.exists():
+            assert time.monotonic() < end, "a step waits for the updates of other ranks"
+            time.sleep(0.01)
+        optimizer.step()
+        passed.touch()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    optimizer.close()
+    return losses
+
+
+def test_a_step_does_not_wait_for_updates_of_other_ranks(tmp_path: Path) -> None:
+    assert len(run_workers(ahead_of_messages, 2, tmp_path)[0]) == 2

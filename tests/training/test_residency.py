@@ -26,6 +26,7 @@ from thinwire.launch.check_memory import check_residency
 from thinwire.launch.line import read_config
 from thinwire.launch.prepare import check_norms, plan
 from thinwire.methods.memory import Floor, efficiency, intensities, placed
+from thinwire.methods.memory.floor import num_held
 from thinwire.models.build import build_skeleton
 from thinwire.models.hf import build_hf
 from thinwire.optim import mfac
@@ -172,7 +173,39 @@ def test_a_layer_that_is_computed_again_is_read_once_more_where_it_does_not_stay
         small, bucket = setup.plan.weights - weights.disk, setup.largest_bytes
         kept = weights.memory - small - bucket
         of_layers = 12 * (4 * (4 * 768**2 + 3 * 768 * 2048) - kept)
-        assert weights.read == 3 * (weights.disk - kept) + max(0, of_layers) and (of_layers > 0) == (more == 20)
+        # One rank overwrites its weights in an update, and reads none for it.
+        assert weights.read == 2 * (weights.disk - kept) + max(0, of_layers) and (of_layers > 0) == (more == 20)
+
+
+def test_an_update_reads_the_part_of_this_rank_where_what_others_send_may_wait() -> None:
+    """125m on four ranks, with room for what waits and without; without differences, and where steps are durable."""
+    skeleton, reads = build_skeleton("125m", 256, 256), {}
+    for name, strategy, memory, durable in (
+        ("waits", "sdp4bit", None, False), ("fits", "sdp4bit", "more", False), ("small", "sdp4bit", "least", False),
+        ("durable", "sdp4bit", None, True), ("overwritten", "zero", None, False),
+    ):  # fmt: skip
+        options: dict[str, Any] = {"weights": "disk", "gradients": "disk", "activations": "keep"}
+        options |= {"durable": durable, "sub_group": 100_352}
+        config = TrainConfig(
+            model="125m", workers=4, local_size=1, micro_batch=1, store="/var/tmp", strategy=strategy,
+            memory=memory and "4gb", tables={"residency": options},
+        )  # fmt: skip
+        if memory is not None:
+            floor = Floor.of(*resolved(Run.of(config), skeleton)).num_bytes
+            # What waits takes 4.25 bits of each of 85 million elements, and two thirds of what is left beside 100 MB.
+            more = {"least": 20, "more": 100 + 72}[memory]
+            config = replace(config, memory=f"{floor // 10**6 + more}mb")
+        residency, setup = resolved(Run.of(config), skeleton)
+        weights = next(part for part in placed(residency, setup) if part.name == "weights")
+        in_passing = num_held(residency) * setup.largest_bytes
+        waiting = weights.memory - (setup.plan.weights - weights.disk) - in_passing
+        reads[name] = weights.read / (weights.disk - in_passing + setup.largest_bytes), waiting > 0
+    tolerance = 0.03
+    assert reads["waits"] == (pytest.approx(2.25, rel=tolerance), True)
+    assert reads["fits"] == (pytest.approx(2.25, rel=tolerance), True)
+    assert reads["small"] == (pytest.approx(3, rel=tolerance), False)
+    assert reads["durable"] == (pytest.approx(3, rel=tolerance), False)
+    assert reads["overwritten"] == (pytest.approx(2, rel=tolerance), False)
 
 
 def test_the_nearest_budget_is_large_enough() -> None:

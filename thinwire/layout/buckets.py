@@ -82,6 +82,21 @@ class BucketLayout(Layout):
         return is_lossy and self.levels.topology.world_size > 1
 
     @property
+    def adds_updates(self) -> bool:
+        """Whether updated weights are made from the ones before; else they are overwritten."""
+        return self.wire.differences and self.num_updates > 1
+
+    @property
+    def num_updates(self) -> int:
+        """Number of packets of an update that a rank's compute weights are made from."""
+        return self.levels.num_blocks * self.levels.num_rows
+
+    @property
+    def update_bytes(self) -> int:
+        """The most bytes of these packets."""
+        return self.num_updates * self.wire.weights.packet_bytes(self.shard_numel)
+
+    @property
     def update(self) -> str:
         """Name in the meter of the updated weights on their way from the masters."""
         return "weights" if self.module is None else "refresh"

@@ -9,7 +9,7 @@ from torch import Tensor, uint8
 from thinwire.errors import ThinwireError
 from thinwire.tiers.checksum import crc32
 from thinwire.tiers.file import DiskFile
-from thinwire.tiers.pool import aligned, pages
+from thinwire.tiers.pool import BLOCK_BYTES, aligned, pages
 
 # Bytes that pass at once.
 CHUNK_BYTES = 4 << 20
@@ -22,7 +22,7 @@ class ChunkedFile:
     """
 
     def __init__(self, file: DiskFile) -> None:
-        self.file, self._memory = file, pages(CHUNK_BYTES)
+        self.file, self._memory = file, pages(CHUNK_BYTES + BLOCK_BYTES)
 
     def write(self, place: int, tensor: Tensor, known: Sequence[int] = ()) -> list[int]:
         """Write a tensor from byte `place` on. Return a checksum of each of its chunks.
@@ -48,9 +48,34 @@ class ChunkedFile:
         """
         for (start, part, space), expected in zip(self._chunks(tensor), sums, strict=True):
             self.file.read(place + start, space)
-            if crc32(space) != expected:
-                raise ThinwireError(f"store {self.file.folder}: {what} not what was written: the disk is damaged")
+            self._check(space, expected, what)
             part.copy_(space[: len(part)])
+
+    def sums(self, tensor: Tensor) -> list[int]:
+        """Checksums of a part of a tensor, with which `read_part` reads it alone."""
+        found = list[int]()
+        for _, part, space in self._chunks(tensor):
+            found.append(crc32(space[: len(part)].copy_(part)))
+        return found
+
+    def read_part(self, place: int, part: Tensor, sums: Sequence[int], what: str) -> None:
+        """Fill a part of a tensor from byte `place` on, which need not be the first one of a block.
+
+        Args:
+            sums: what `sums` returned.
+            what: the tensor's name in an error.
+
+        Raises ThinwireError if the bytes are not those that were written.
+        """
+        for (start, octets, _), expected in zip(self._chunks(part), sums, strict=True):
+            before = (place + start) % BLOCK_BYTES
+            space = self._memory[: aligned(before + len(octets))]
+            self.file.read(place + start - before, space)
+            self._check(octets.copy_(space[before : before + len(octets)]), expected, what)
+
+    def _check(self, octets: Tensor, expected: int, what: str) -> None:
+        if crc32(octets) != expected:
+            raise ThinwireError(f"store {self.file.folder}: {what} not what was written: the disk is damaged")
 
     def _chunks(self, tensor: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (first byte, these bytes of a tensor, memory for whole blocks of them)."""

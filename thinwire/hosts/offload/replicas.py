@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.hosts.offload.uses import Uses
 from thinwire.hosts.sharded.bucket import FlatBucket, Slot
 from thinwire.layout.buckets import BucketLayout
 from thinwire.methods.memory.floor import SMALL_NUMEL
+from thinwire.methods.memory.placement import deferred
 from thinwire.tiers import ChunkedFile, DiskFile, DiskRows, Pace, TierMeter
 from thinwire.tiers.pool import aligned
 
@@ -23,7 +25,9 @@ from thinwire.tiers.pool import aligned
 class Spot:
     """Where a bucket's weights are. is_locked: being changed; they stay in memory.
 
-    is_dirty: the disk has old values. rows: of matrices of which single rows are read, by name.
+    is_dirty: the disk has old values. own_sums: of the part of which this rank has the masters, if it is read alone.
+    rows: of matrices of which single rows are read, by name. update: adds what an update changes, before the next use;
+    None: nothing is to be added.
     """
 
     place: int
@@ -34,7 +38,9 @@ class Spot:
     reading: Future[None] | None = None
     writing: Future[None] | None = None
     sums: list[int] = field(default_factory=list)
+    own_sums: list[int] = field(default_factory=list)
     rows: dict[str, DiskRows] = field(default_factory=dict)
+    update: Callable[[], None] | None = None
 
     def finish(self) -> None:
         """Wait until no read or write of the bucket is running."""
@@ -54,6 +60,9 @@ class Replicas:
 
     A bucket's memory comes and goes inside the same storage, so that views of it, such as those that autograd saves,
     never show another bucket's weights.
+
+    An update of a bucket that is among `deferred` is added when the bucket is used next. Until then the update alone is
+    in memory, and the bucket, there or on the disk, has the values before it.
 
     num_held: buckets for which the capacity suffices at first.
     """
@@ -78,6 +87,10 @@ class Replicas:
         # What others read of a bucket that was brought, besides the training thread.
         self.pinned: set[FlatBucket] = set()
         self._owner: dict[int, FlatBucket] = {}
+        # Buckets whose updates may be deferred, those whose updates are, and their own parts that are read ahead.
+        self.deferrable: list[FlatBucket] = []
+        self.deferred: set[FlatBucket] = set()
+        self._parts: dict[FlatBucket, Future[Tensor]] = {}
 
     def take(self, bucket: FlatBucket) -> None:
         """Write a new bucket to the disk, if it is large, and free its memory."""
@@ -113,6 +126,49 @@ class Replicas:
             with self.meter.waiting():
                 spot.reading.result()
             spot.reading = None
+        if spot.update is not None:
+            with self.meter.waiting():
+                spot.finish()
+            spot.update()
+            spot.update = None
+            self.changed(bucket)
+
+    def claim(self, bucket: FlatBucket) -> None:
+        """Give a bucket memory and lock it, to be overwritten: its content is not read."""
+        if bucket in self.spots:
+            self._in_use = {bucket, *self._uses.seen[-1:]}
+            self._begin(bucket, reads=False)
+            self.lock(bucket)
+
+    def defer_within(self, num_bytes: int) -> int:
+        """Let updates wait for the next use of their bucket, as many as fit. Return their bytes."""
+        fit = {id(layout) for layout in deferred((bucket.layout for bucket in self.deferrable), num_bytes)}
+        self.deferred = {bucket for bucket in self.deferrable if id(bucket.layout) in fit}
+        return sum(bucket.layout.update_bytes for bucket in self.deferred)
+
+    def defer(self, bucket: FlatBucket, update: Callable[[], None]) -> None:
+        """Note what adds an update to the weights of a bucket. It is called before their next use."""
+        self.spots[bucket].update = update
+
+    def expect_own(self, bucket: FlatBucket) -> None:
+        """Start to read what `own` returns, unless the bucket is in memory."""
+        spot = self.spots[bucket]
+        if not (spot.is_here or spot.update is not None or bucket in self._parts):
+            self._parts[bucket] = self._reader.submit(self._read_own, bucket, spot)
+
+    def own(self, bucket: FlatBucket) -> Tensor:
+        """The weights of a bucket for which this rank has the masters. From the disk they are read alone."""
+        spot = self.spots[bucket]
+        if spot.update is not None:
+            self.bring(bucket)
+        self.expect_own(bucket)
+        coming = self._parts.pop(bucket, None)
+        with self.meter.waiting():
+            if not spot.is_here and coming is not None:
+                return coming.result()
+            if spot.reading is not None:
+                spot.reading.result()
+        return bucket.own
 
     def lock(self, bucket: FlatBucket) -> None:
         """Note that a bucket, which is in memory, is about to be changed."""
@@ -149,8 +205,9 @@ class Replicas:
             self._leave(max(free, key=self._next_use))
 
     def begin_update(self) -> None:
-        """Note that an update goes through all buckets; the next step is then expected to repeat this one's order."""
-        self._training.begin([*self.spots, *self._training.seen[self._num_updated :]])
+        """Note that an update goes through buckets in their order; the next step is expected to repeat this one's."""
+        read = [bucket for bucket in self.spots if bucket.layout.adds_updates and bucket not in self.deferred]
+        self._training.begin([*read, *self._training.seen[self._num_updated :]])
 
     def end_update(self) -> None:
         """Note that what is used from now on belongs to the next forward."""
@@ -183,6 +240,8 @@ class Replicas:
     def mapped(self, bucket: FlatBucket) -> Tensor:
         """The bucket's weights as a view of the file, read when accessed."""
         spot = self.spots[bucket]
+        if spot.update is not None:
+            self.bring(bucket)
         self._write_behind(bucket, spot)
         spot.finish()
         return self.file.mapped(spot.place, spot.num_bytes).view(bucket.layout.dtype)
@@ -217,7 +276,7 @@ class Replicas:
         busy = self._in_use.union(self._uses.seen[-1:], self.pinned)
         return [b for b, spot in self.spots.items() if spot.is_here and not spot.is_locked and b not in busy]
 
-    def _begin(self, bucket: FlatBucket) -> None:
+    def _begin(self, bucket: FlatBucket, *, reads: bool = True) -> None:
         spot = self.spots[bucket]
         if spot.is_here:
             return
@@ -227,7 +286,8 @@ class Replicas:
         self._owner[storage.data_ptr()] = bucket
         self.used_bytes += spot.num_bytes
         spot.is_here = True
-        spot.reading = self._reader.submit(self._read, bucket, spot)
+        if reads:
+            spot.reading = self._reader.submit(self._read, bucket, spot)
 
     def _leave(self, bucket: FlatBucket) -> None:
         spot, storage = self.spots[bucket], bucket.shard.untyped_storage()
@@ -253,8 +313,16 @@ class Replicas:
     def _read(self, bucket: FlatBucket, spot: Spot) -> None:
         self._inwards.read(spot.place, bucket.shard, spot.sums, "weights are")
 
+    def _read_own(self, bucket: FlatBucket, spot: Spot) -> Tensor:
+        part = torch.empty_like(bucket.own)
+        start = int(bucket.own.storage_offset()) * part.itemsize
+        self._inwards.read_part(spot.place + start, part, spot.own_sums, "weights are")
+        return part
+
     def _write(self, bucket: FlatBucket, spot: Spot) -> None:
         spot.sums = self._outwards.write(spot.place, bucket.shard)
+        if bucket.layout.adds_updates:
+            spot.own_sums = self._outwards.sums(bucket.own)
         for slot in bucket.slots:
             if slot.name in spot.rows:
                 spot.rows[slot.name].note(slot.span.of(bucket.shard))

@@ -30,7 +30,7 @@ from thinwire.layout.buckets import Unit
 from thinwire.layout.layers import layers_of
 from thinwire.methods.memory import Residency, check_across, check_at_once
 from thinwire.methods.memory.floor import num_held
-from thinwire.methods.memory.placement import stays
+from thinwire.methods.memory.placement import stays, waits_unbounded
 from thinwire.methods.memory.residency import AT_ONCE
 from thinwire.optim import Part, SummingOptimizer
 from thinwire.table import Row
@@ -184,7 +184,12 @@ class Residence:
         assert self.replicas is not None
         if any(bucket.layout.levels.weights_over > 1 for unit in units for bucket in unit.buckets):
             return CutWeightsOnDisk(units, seeds, model, self.replicas)
-        return WeightsOnDisk(units, seeds, model, self.replicas, packs=self.activations is None)
+        # A durable step has all weights on the disk.
+        packs, defers = self.activations is None, not self.options.durable
+        found = WeightsOnDisk(units, seeds, model, self.replicas, packs=packs, defers=defers)
+        if self.options.memory is None:
+            self.replicas.defer_within(waits_unbounded(self.replicas.total_bytes))
+        return found
 
     def states(
         self, inner: torch.optim.Optimizer, weights: Weights, layout: Mapping[str, Any], seed: int
@@ -238,9 +243,10 @@ class Residence:
             self._states.expect()
 
     def after_update(self) -> None:
-        """After the first steps have shown how much memory they need, keep in memory what fits: weights first.
+        """After the first steps have shown how much memory they need, keep in memory what fits.
 
-        Weights pass through memory most often.
+        What an update sends comes first: it takes few bytes, and saves the reading of weights to which it is added.
+        Weights come next: they pass through memory most often.
         """
         self.room.look()
         self._num_updates += 1
@@ -248,6 +254,8 @@ class Residence:
             return
         left = stays(self.room.left_bytes)
         if self.replicas is not None:
+            if self.options.memory is not None:
+                left -= self.replicas.defer_within(left)
             more = max(0, min(left, self.replicas.total_bytes - self.replicas.capacity_bytes))
             self.replicas.capacity_bytes += more
             left -= more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from thinwire.collectives.link import Link
+from thinwire.collectives.rounds import Rounds
 from thinwire.hosts.offload.replicas import Replicas
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.guard import Hook
@@ -28,7 +31,8 @@ IN_FLIGHT = 1
 class StreamedUpdates(Weights):
     """Weights that pass through memory: an update takes buckets in order of forward.
 
-    While one bucket's differences arrive, the next one is read and the last one is written.
+    While one bucket's differences arrive, the next one is read and the last one is written. Where they are deferred, an
+    update sends and receives them, and they are added when the weights are next in memory, behind the forward before.
     """
 
     replicas: Replicas
@@ -45,6 +49,7 @@ class StreamedUpdates(Weights):
             self.replicas.begin_evaluation()
 
     def send(self, updated: Iterable[LiveUnit]) -> None:
+        self.defers = bool(self.replicas.deferred)
         self.replicas.begin_update()
         super().send(updated)
         self.replicas.end_update()
@@ -53,13 +58,38 @@ class StreamedUpdates(Weights):
         if not self.unsent:
             return
         unit = self.unsent[0]
+        if self.replicas.deferred.issuperset(unit.buckets):
+            self._send_deferred(self.unsent.popleft())
+            return
         for bucket in unit.buckets:
-            self.replicas.bring(bucket)
-            self.replicas.lock(bucket)
+            if bucket.layout.adds_updates:
+                self.replicas.bring(bucket)
+                self.replicas.lock(bucket)
+            else:
+                self.replicas.claim(bucket)
         super().send_next()
         self._flying.append(unit)
         while len(self._flying) > IN_FLIGHT:
             self.wait(self._flying[0])
+
+    def _send_deferred(self, unit: LiveUnit) -> None:
+        """Send differences from this rank's own part of the weights. What comes in return waits for their next use."""
+        coming = list[tuple[FlatBucket, Future[Any]]]()
+        own = [self.replicas.own(bucket) for bucket in unit.buckets]
+        for bucket in self.unsent[0].buckets if self.unsent else ():
+            if bucket in self.replicas.deferred:
+                self.replicas.expect_own(bucket)
+        for bucket, before in zip(unit.buckets, own, strict=True):
+            codec, n = bucket.layout.wire.weights, bucket.layout.shard_numel
+            message = bucket.master if bucket.away is None else bucket.shard_grad
+            packet = torch.empty(codec.packet_bytes(n), dtype=torch.uint8)
+            bucket.encode(message - before, codec, self.seeds.weights(bucket.layout), packet)
+            if bucket.away is not None:
+                bucket.away.sent(bucket)
+            future = bucket.comm.submit(partial(_exchanged, bucket, packet))
+            coming.append((bucket, future))
+            self.replicas.defer(bucket, partial(_add, bucket, future))
+        self._coming[unit] = coming
 
     def wait(self, unit: LiveUnit) -> bool:
         was_coming = super().wait(unit)
@@ -93,12 +123,14 @@ class WeightsOnDisk(StreamedUpdates):
 
     Of an embedding that is not in memory, only the rows of a batch's tokens are read.
 
-    packs: what autograd saves of weights is packed here, see `Replicas.pack`; False: something else does it.
+    packs: what autograd saves of weights is packed here, see `Replicas.pack`; False: something else does it. defers:
+    updates may be deferred.
     """
 
     def __init__(
-        self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, replicas: Replicas, *, packs: bool = True
-    ) -> None:
+        self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, replicas: Replicas, *, packs: bool = True,
+        defers: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(units, seeds)
         self.replicas = replicas
         self._flying: deque[LiveUnit] = deque()
@@ -121,7 +153,11 @@ class WeightsOnDisk(StreamedUpdates):
                 module.forward = partial(self._look_up, module, slot, large)  # type: ignore[method-assign]
             elif large:
                 module.register_forward_hook(Hook(lambda *given, large=large: self._watch(large, given[-1])))
-
+        if defers:
+            # Of what is read by rows, the disk must have the present values.
+            replicas.deferrable = [
+                bucket for bucket, spot in replicas.spots.items() if bucket.layout.adds_updates and not spot.rows
+            ]
         replicas.end_update()
 
     def _enter(self) -> None:
@@ -202,6 +238,18 @@ class CutWeightsOnDisk(StreamedUpdates, PassingWeights):
 
     def end_gather(self, unit: LiveUnit) -> None:
         self.replicas.pinned.difference_update(unit.buckets)
+
+
+def _exchanged(bucket: FlatBucket, packet: Tensor, link: Link) -> Rounds[list[Tensor]]:
+    """The packets of an update, in memory of their own."""
+    rows = yield from bucket.exchange(link, packet, bucket.layout.wire.weights)
+    return [row.clone() for row in rows]
+
+
+def _add(bucket: FlatBucket, coming: Future[list[Tensor]]) -> None:
+    """Wait for the packets of an update, and add them to the weights."""
+    rows = bucket.comm.wait(coming)
+    bucket.take(rows, bucket.layout.wire.weights, True, torch.empty(bucket.layout.shard_numel))
 
 
 def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:

@@ -224,17 +224,32 @@ class FlatBucket:
 
         A packet crosses between blocks once, then spreads in the stack. All copies of a shard decode the same packets.
         """
-        layout, levels, n, operation = self.layout, self.layout.levels, self.layout.shard_numel, self.layout.update
-        if levels.num_blocks * levels.num_rows == 1:
+        n, operation, device = self.layout.shard_numel, self.layout.update, self.live.device
+        if self.layout.num_updates == 1:
             self.shard.copy_(message)
             return self.note()
-        device = self.live.device
         with link.timed("encode_s", operation):
             if differences:
                 difference = link.scratch("difference", n, dtype=torch.float32, device=device)
                 message = torch.sub(message, self.own, out=difference)
             packet = link.scratch("update", codec.packet_bytes(n), device=device)
-            codec.encode(message, seed=seed, counter=layout.first_counter + layout.shard_start(link.rank), out=packet)
+            self.encode(message, codec, seed, packet)
+        rows = yield from self.exchange(link, packet, codec)
+        values = None
+        if self.passes or self.shard.dtype != torch.float32:
+            values = link.scratch("decoded", n, dtype=torch.float32, device=device)
+        with link.timed("decode_s", operation):
+            self.take(rows, codec, differences, values)
+        self.note()
+
+    def encode(self, message: Tensor, codec: Codec, seed: int, packet: Tensor) -> None:
+        """Fill the packet of this rank's piece of an update."""
+        counter = self.layout.first_counter + self.layout.shard_start(self.comm.rank)
+        codec.encode(message, seed=seed, counter=counter, out=packet)
+
+    def exchange(self, link: Link, packet: Tensor, codec: Codec) -> Rounds[list[Tensor]]:
+        """The packets of an update by row of the compute weights and block, in the job's scratch memory."""
+        levels, operation, device = self.layout.levels, self.layout.update, self.live.device
         # Packets of a row, by block.
         rows = [packet[None]]
         if levels.num_blocks > 1:
@@ -250,28 +265,24 @@ class FlatBucket:
             gathered = yield from all_gather_packets(stack, slices.view(-1), operation, length)
             grid = stack.topology
             rows = [gathered[grid.local_rank(r), grid.node(r)].view_as(slices) for r in range(levels.num_rows)]
-        pieces = self.shard.view(levels.num_rows, levels.num_blocks, n)
-        with link.timed("decode_s", operation):
-            for row, packets in zip(pieces.unbind(), rows, strict=True):
-                _take(link, codec, packets.unbind(), row.unbind(), differences, may_pin=not self.passes)
-        self.note()
+        return list(rows)
 
+    def take(self, rows: Sequence[Tensor], codec: Codec, differences: bool, values: Tensor | None) -> None:
+        """Add decoded differences to the compute weights, in fp32, or replace these by decoded weights.
 
-def _take(
-    link: Link, codec: Codec, packets: Sequence[Tensor], pieces: Sequence[Tensor], differences: bool, *, may_pin: bool
-) -> None:
-    """Add the decoded differences to pieces of the weights, in fp32, or replace the pieces by the decoded weights.
-
-    may_pin: whether a kernel may take a numpy view of a piece, which can pin its memory.
-    """
-    if pieces[0].dtype == torch.float32 and may_pin:
-        codec.decode_all(packets, pieces, add=differences)
-        return
-    n = pieces[0].numel()
-    values = link.scratch("decoded", n, dtype=torch.float32, device=pieces[0].device)
-    for packet, piece in zip(packets, pieces, strict=True):
-        codec.decode(packet, n, out=values)
-        piece.copy_(values.add_(piece) if differences else values)
+        Args:
+            rows: see `exchange`.
+            values: memory for a decoded packet, fp32; None: a kernel takes a numpy view of the weights themselves,
+                which can pin their memory.
+        """
+        levels, n = self.layout.levels, self.layout.shard_numel
+        for row, packets in zip(self.shard.view(levels.num_rows, levels.num_blocks, n), rows, strict=True):
+            if values is None:
+                codec.decode_all(packets.unbind(), row.unbind(), add=differences)
+                continue
+            for packet, piece in zip(packets, row, strict=True):
+                codec.decode(packet, n, out=values)
+                piece.copy_(values.add_(piece) if differences else values)
 
 
 @dataclass(eq=False)

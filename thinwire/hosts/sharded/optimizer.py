@@ -331,7 +331,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
         self._weights.settle()
         at_once = self._at_once
         self._weights.send(self.states.step(self._gradients.used) if at_once is None else at_once.states.ready())
-        if not self.overlap or self.weights_pass:
+        if not self.overlap or (self.weights_pass and not self._weights.defers):
             self._weights.wait_all()
             self._release()
         if self._residence is not None:

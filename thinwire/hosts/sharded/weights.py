@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -28,12 +29,14 @@ class Weights:
 
     Attributes:
         keeps: `keep` makes all of them whole on this rank.
+        defers: weights that come and go are updated when they are next used.
 
     at_once: number of units to send when a step ends; None: all. Each of the others is sent when an earlier one is
     used.
     """
 
     keeps = True
+    defers = False
 
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, at_once: int | None = None) -> None:
         self.units, self.seeds, self.at_once = units, seeds, at_once
@@ -41,7 +44,7 @@ class Weights:
         # Whether other code changed weights since the ranks last compared theirs.
         self.edited = False
         self._versions = {bucket: versions_of(bucket) for unit in units for bucket in unit.buckets}
-        self._coming: dict[LiveUnit, list[tuple[FlatBucket, Future[None]]]] = {}
+        self._coming: dict[LiveUnit, list[tuple[FlatBucket, Future[Any]]]] = {}
 
     def send(self, updated: Iterable[LiveUnit]) -> None:
         """Start to send the updated masters, in order of forward.

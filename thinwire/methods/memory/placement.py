@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from thinwire.layout.buckets import Unit
+from torch import nn
+
+from thinwire.layout.buckets import BucketLayout, Unit
 from thinwire.layout.layers import looked_up, names_by_layer
 from thinwire.methods.memory.floor import KERNEL_BYTES, SMALL_NUMEL, TOUCHED_BYTES, Floor, num_held
 from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, Residency
@@ -13,6 +15,8 @@ from thinwire.methods.memory.setup import NUM_STATES, Setup
 
 # Of the room in a budget, what is left for checkpoints, and what of the rest is used for what may stay.
 SPARE_BYTES, USED_SHARE = 100_000_000, 2 / 3
+# Without a budget, one of so many parts of the weights' bytes is for updates that wait: enough for 8 bits an element.
+UNBOUNDED_PARTS = 4
 
 
 class MemoryPart(NamedTuple):
@@ -30,17 +34,33 @@ def stays(room_bytes: int) -> int:
     return max(0, int((room_bytes - SPARE_BYTES) * USED_SHARE))
 
 
+def waits_unbounded(weights_bytes: int) -> int:
+    """How many bytes of updates may wait in memory without a budget, beside so many bytes of weights on the disk."""
+    return weights_bytes // UNBOUNDED_PARTS
+
+
+def deferred(layouts: Iterable[BucketLayout], room_bytes: int) -> list[BucketLayout]:
+    """Of layouts in order of forward, those whose updates wait in memory until their weights are used."""
+    found = list[BucketLayout]()
+    for layout in layouts:
+        if layout.update_bytes <= room_bytes:
+            room_bytes -= layout.update_bytes
+            found.append(layout)
+    return found
+
+
 def placed(residency: Residency, setup: Setup) -> Iterator[MemoryPart]:
     """The parts of a rank's training after the free memory is known; see `Residence.after_update`.
 
     With W bytes of weights on the disk, of which C fit in memory, B of them for the bucket that comes next, and m
-    micro-batches, a step reads (2 m + 1) (W - C + B), and writes W, or nothing if all stay. A layer that is computed
-    again is used twice in a row: of its bytes those above C - B are read once more. Tables of which a forward takes
-    rows are read once, for the update, and stay last; their rows are not counted. States are read and written except
+    micro-batches, a step reads 2 m (W - C + B), and writes W, or nothing if all stay. An update that overwrites weights
+    reads none. One that adds differences reads all of them once more; but where what other ranks send waits in memory
+    until the next forward, it reads only the part of which this rank has the masters. A layer that is computed again is
+    used twice in a row: of its bytes those above C - B are read once more. Tables of which a forward takes rows are
+    read once, for an update that adds, and stay last; their rows are not counted. States are read and written except
     those that stay. A durable step writes all of them, and the weights that belong to this rank's masters. An optimizer
     that looks across matrices reads its state for each part of its update; what is read in pages, for the first part
-    too, where the rest is not. Mean gradients are written and
-    read once, if they lie on the disk.
+    too, where the rest is not. Mean gradients are written and read once, if they lie on the disk.
 
     residency: without "auto", besides for the optimizer.
     """
@@ -83,19 +103,38 @@ def _weights_on_disk(residency: Residency, setup: Setup, left: int) -> tuple[Mem
     sizes = [FP32_BYTES * unit.numel // over for unit in large]
     by_rows = looked_up(setup.model) if over == 1 else set[str]()
     # Weights that are gathered are read whole.
-    tables = sum(size for size, unit in zip(sizes, large, strict=True) if by_rows.issuperset(names_of(unit)))
+    is_table = [by_rows.issuperset(names_of(unit)) for unit in large]
+    tables = sum(size for size, is_one in zip(sizes, is_table, strict=True) if is_one)
     total, largest = sum(sizes), max(sizes, default=0)
     least = min(num_held(residency) * largest, total)
+    waiting = _waiting(residency, setup, left if residency.memory_bytes is not None else waits_unbounded(total))
+    num_waiting = sum(layout.update_bytes for layout in waiting)
+    left = max(0, left - num_waiting)
     staying = min(total, least + left)
     found = staying if staying == total else staying - largest
-    read = (2 * setup.micro_batches + 1) * max(0, total - tables - found) + min(tables, total - found)
+    passing, looked = max(0, total - tables - found), min(tables, total - found)
+    read = 2 * setup.micro_batches * passing
+    for unit, is_one in zip(large, is_table, strict=True):
+        for layout in (layout for layout in unit.layouts if layout.adds_updates):
+            numel = layout.shard_numel if layout in waiting else layout.numel // over
+            read += FP32_BYTES * numel * (looked if is_one else passing) // (tables if is_one else total - tables)
     if residency.recomputes and over == 1:
         pairs = [(size, names_of(unit)) for size, unit in zip(sizes, large, strict=True)]
         of_layers = (sum(size for size, names in pairs if names & own) for own in names_by_layer(setup.model))
         read += setup.micro_batches * sum(max(0, size - found) for size in of_layers)
     written = 0 if staying == total else total
-    held = setup.plan.weights - total + staying
+    held = setup.plan.weights - total + staying + num_waiting
     return MemoryPart("weights", held, total, read, written), left - (staying - least)
+
+
+def _waiting(residency: Residency, setup: Setup, room_bytes: int) -> list[BucketLayout]:
+    """The layouts whose updates wait in memory, if these may take so many bytes."""
+    if residency.durable or setup.is_cut:
+        return []
+    embedded = {id(module.weight) for module in setup.model.modules() if isinstance(module, nn.Embedding)}
+    by_rows = {name for name, param in setup.model.named_parameters() if id(param) in embedded}
+    large = (unit for unit in setup.units if unit.numel >= SMALL_NUMEL and by_rows.isdisjoint(names_of(unit)))
+    return deferred((layout for unit in large for layout in unit.layouts if layout.adds_updates), room_bytes)
 
 
 def _states_on_disk(residency: Residency, setup: Setup, floor: Floor, left: int) -> MemoryPart:

@@ -87,6 +87,26 @@ def test_who_misspells_a_word_waits_for_no_torch() -> None:
         assert part in done.stdout, done.stdout
 
 
+# The rest of the line is checked, too, which takes torch, but neither its checkpoints, its compiler nor numba.
+BESIDE_A_MESH = """
+import sys
+from thinwire import cli
+try:
+    cli.run(["train", "--modl", "demo", "--stages", "3", "--sdp4bit.wieghts", "fp32", "--run-dir", "/dev/null/run"])
+except cli.ConfigError as error:
+    print(error)
+slow = {"torch.distributed.checkpoint", "torch._dynamo", "numba", "thinwire.launch.agent"}
+print("loaded", sorted(slow & set(sys.modules)))
+"""
+
+
+def test_who_misspells_a_flag_beside_a_mesh_waits_for_no_worker() -> None:
+    done = subprocess.run([sys.executable, "-c", BESIDE_A_MESH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for part in ("4 problems", "--model'", "did you mean '--sdp4bit.weights'", "--stages 3", "/dev/null", "loaded []"):
+        assert part in done.stdout, done.stdout
+
+
 def test_every_class_of_a_strategy_is_a_name_of_thinwire() -> None:
     classes = {cls.__name__: cls for cls in map(class_of, STRATEGIES)}
     assert classes == {name: getattr(thinwire, name) for name in classes} and classes.keys() <= {*dir(thinwire)}

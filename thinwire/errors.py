@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,9 +63,10 @@ class Problems:
             raise ConfigError(*dict.fromkeys(self.messages))
 
 
-def nearest_divisor(size: int, total: int) -> int:
-    """The divisor of `total` that is nearest to `size`, the smaller of two."""
-    return min((n for n in range(1, total + 1) if total % n == 0), key=lambda n: abs(n - size))
+def nearest_divisor(size: int, total: int, most: float = math.inf) -> int:
+    """The divisor of `total` that is nearest to `size`, the smaller of two, and at most `most`."""
+    able = (n for n in range(1, total + 1) if total % n == 0 and n <= max(1, most))
+    return min(able, key=lambda n: abs(n - size))
 
 
 class UnsavedError(ThinwireError):

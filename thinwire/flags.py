@@ -358,12 +358,16 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
     own, kind = option.spec, type_name(option.hint)
     takes_one = own.nargs == 1
     such_as = "" if option.default in (MISSING, None, ()) else f", such as {_written(option.default)}"
+    takes_numbers = option.hint == tuple[int, ...]
+    such_as = ", such as 0 1 2" if takes_numbers else such_as
 
     def read(words: list[str]) -> Any:
         if takes_one and not words:
             wrong.append(f"{name}: needs a value, {kind}{such_as}")
             return UNSET
         words = words[:1] if takes_one else words
+        # Commas between numbers mean what spaces do.
+        words = [number for word in words for number in word.split(",")] if takes_numbers else words
         # As Python writes it.
         words = [word.lower() for word in words] if own.choices and TRUTHS[0] in own.choices else words
         try:

@@ -90,6 +90,13 @@ def test_rooflines_of_classes_predict_held_out_products() -> None:
         assert sum(error < 0.25 for error in rough) < sum(error < 0.25 for error in errors)
 
 
+def test_a_launch_that_no_product_shows_is_no_number() -> None:
+    # Each a little faster for its size than the one before: no launch explains them.
+    samples = [(1e6 * 4**n, 1e4 * 4**n, 1e-4 * 4.2**n) for n in range(5)]
+    assert Roofline.fitted(samples).launch_s == 0.0
+    assert Roofline.fitted([(a, b, each_s + 1e-4) for a, b, each_s in samples]).launch_s > 1e-5
+
+
 def test_eight_bits_pay_from_one_size_on() -> None:
     made = CastLinear(Roofline(7e14, 2e12, 5e-6), Roofline(1.4e15, 2e12, 5e-6), 2e12)
     sizes = [1 << power for power in range(6, 16)]

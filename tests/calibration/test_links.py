@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from thinwire.calibration.links import measured_rates, probed, rounds_of_pairs, 
 from thinwire.calibration.machine import fitted
 from thinwire.calibration.work import NUM_REPEATS, probes
 from thinwire.collectives import Communicator, Topology
-from thinwire.cost import Machine, Network
+from thinwire.cost import Cores, Machine, Network
 from thinwire.device import Device
+from thinwire.errors import ConfigError
 from thinwire.launch.calibrate import lines_on
 from thinwire.models.llama import PRESETS, LlamaConfig
 
@@ -135,6 +137,32 @@ def test_a_pass_is_its_operations_and_a_launch() -> None:
     # Noise: a short pass that was slower than the long one.
     noisy = fitted({"layer 8 fp32": (4e9, 0.4), "launch 8 fp32": (1e9, 0.5)})
     assert 1e10 <= noisy["layer 8 fp32"] <= 2e10 and noisy["launch 8 fp32"] > 0
+    # No time is left for a launch, and no number is told of one.
+    unseen = fitted({"layer 8 fp32": (4e9, 0.4), "launch 8 fp32": (1e9, 0.1)})
+    made = Machine(("a",), Network.even(1, 1.0, 0.0), Cores((0,), (1.0,)), unseen)
+    assert any(line.split() == ["launch", "8", "fp32", "not", "seen"] for line in lines_on(made))
+
+
+def test_arguments_that_can_not_be_measured_are_refused() -> None:
+    """Before anything is sent: there is no communicator."""
+    with pytest.raises(ConfigError) as error:
+        calibrate(None, layers=["demo"], dtypes=["fp12"], codecs=["itn4"], folder="/none", longest_s=math.nan)  # type: ignore[arg-type, list-item]
+    told = str(error.value)
+    for part in (
+        "PRESETS['demo']",
+        "dtypes fp12: must be fp32 or bf16; did you mean",
+        "itn4",
+        "/none",
+        "longest_s nan",
+    ):
+        assert part in told
+    for more, part in (
+        ({"layers": []}, "layers: none"),
+        ({"dtypes": []}, r"dtypes \[\]"),
+        ({"dtypes": "bf16"}, "'bf16'"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            calibrate(None, **more)  # type: ignore[arg-type]
 
 
 def test_a_pass_is_not_free_where_long_passes_are_slower() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.planner.test_plan import FAST, RATES, SLOW, machine
+from tests.planner.machines import FAST, RATES, SLOW, machine
 from thinwire.compare import emulate
 from thinwire.compare.emulate import emulated, lab_of
 from thinwire.compare.options import RaceConfig

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.test_plan import FAST, RATES, machine, near
+from tests.planner.machines import FAST, RATES, machine, near
 from tests.training.commands import CommandRunner
 from thinwire.errors import ConfigError, Problems
 from thinwire.models import Llama, build_skeleton

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.planner.test_plan import FAST, near
+from tests.planner.machines import FAST, near
 from thinwire.calibration.process import USUAL
 from thinwire.compare.verify import run_plan
 from thinwire.errors import ConfigError, Problems
@@ -158,16 +158,20 @@ def test_every_option_is_kept_refused_or_chosen() -> None:
     assert {name for name in PLANNED if f"__{name}" not in told} == {"strategy", "tables"} and names >= PLANNED
 
 
-def test_a_budget_that_nothing_fits_names_the_least(tmp_path: Path) -> None:
-    """As much suffices, and 1% less does not."""
+def test_a_budget_that_nothing_fits_names_the_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much suffices, and 1% less does not. Each search prices what the first one has not."""
+    # Few sizes of micro-batches.
+    kept = "--micro-batch 1 --tokens-per-step 1024"
     for more in ("", " --activations recompute", f" --residency.optimizer disk --store {STORE}", " --store none"):
         with pytest.raises(ConfigError) as error:
-            chosen(f"--memory 100mb{more}", tmp_path)
-        found = re.search(r"no way to train fits; the least is (\d+) MB", str(error.value))
-        assert found is not None
-        assert chosen(f"--memory {found[1]}mb{more}", tmp_path)[0].search.fastest
-        with pytest.raises(ConfigError, match="no way to train fits"):
-            chosen(f"--memory {int(0.99 * int(found[1]))}mb{more}", tmp_path)
+            chosen(f"--memory 100mb {kept}{more}", tmp_path)
+        found = re.search(r"no way to train fits; the least is (\d+) MB; nearest: (\d+)mb$", str(error.value))
+        assert found is not None and found[1] == found[2]
+        assert chosen(f"--memory {found[1]}mb {kept}{more}", tmp_path)[0].search.fastest
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="no way to train fits"):
+            # Which is the least, nobody asks.
+            patch.setattr("thinwire.planner.plan.least_bytes", lambda fits, guess, refused: guess)
+            chosen(f"--memory {int(0.99 * int(found[1]))}mb {kept}{more}", tmp_path)
 
 
 def test_what_a_micro_batch_decides_is_told_of_the_plans(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.test_plan import FAST, machine
+from tests.planner.machines import FAST, machine
 from thinwire.compare.tune import run_tune
 from thinwire.compare.verify import run_plan
 from thinwire.cost import Cores

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.test_plan import FAST, machine, near
+from tests.planner.machines import FAST, machine, near
 from thinwire.cost import Cores, Machine
 from thinwire.errors import Problems
 from thinwire.models import Llama, build_skeleton

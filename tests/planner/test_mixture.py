@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from tests.planner.test_plan import FAST, RATES, machine, near, small
+from tests.planner.machines import FAST, RATES, machine, near, small
 from thinwire.cost import Machine, Network
 from thinwire.models.seam import experts_of
 from thinwire.planner.islands import price

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.test_plan import FAST, machine
+from tests.planner.machines import FAST, machine
 from thinwire.compare.verify import run_plan
 from thinwire.errors import ConfigError
 

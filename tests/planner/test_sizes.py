@@ -6,9 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.test_plan import FAST, machine
+from tests.planner.machines import FAST, machine
 from thinwire.compare.verify import run_plan
 from thinwire.errors import ConfigError
+from thinwire.planner.plan import plan
+
+
+def test_arguments_of_a_plan_are_checked_like_flags() -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(
+            "tiny", "machine.json", tokens_per_step=2048.0, tensor=0, vocab_size=-3, axes=("tenser",),
+            tables={"lama": {}}, residency={"stores": "none"}, reserved_bytes=float("nan"),
+        )  # type: ignore[arg-type]  # fmt: skip
+    for part in (
+        "machine 'machine.json': must be a Machine", "tokens_per_step 2048.0: must be a whole number", "tensor 0: must",
+        "vocab_size -3: must be a whole number of at least 1; nearest: 1", "did you mean 'tensor'",
+        "did you mean 'llama'", "did you mean 'store'", "reserved_bytes nan",
+    ):  # fmt: skip
+        assert part in str(error.value)
 
 
 @pytest.mark.parametrize(

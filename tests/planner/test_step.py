@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from tests.planner.test_plan import FAST, machine, near, small
+from tests.planner.machines import FAST, machine, near, small
 from thinwire.cost import Machine, Message, simulate
 from thinwire.methods.interface import Method
 from thinwire.methods.pipeline import Pipeline

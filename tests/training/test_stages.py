@@ -228,6 +228,9 @@ def test_a_run_that_skips_stages_goes_on_along_the_same_paths(runs: RunsOfRanks)
         (("--stages", "auto", "--tensor", "2"), "leave --mesh, --tensor and .*; or --tensor auto"),
         (("--stages", "2", "--tensor", "auto"), "--tensor auto is found beside the stages; nearest: --stages auto"),
         (("--strategy", "auto", "--mesh", "tensor=2"), "--mesh tensor=2: --strategy auto finds .* nearest: --tensor 2"),
+        # All divisors of 6 ranks are not enough layers.
+        (("--stages", "8", "--workers", "6"), r"must divide the 6 ranks; nearest: --stages 3\n"),
+        (("--stages", "8", "--workers", "6", "--pipeline.plan", "zbv"), r"must divide .* nearest: --stages 2\n"),
         (("--stages", "8", "--llama.num-hidden-layers", "3"), "nearest divisor of the 4 ranks that works: 2$"),
         (("--stages", "4", "--llama.num-hidden-layers", "3"), "divisor of 4 .*: 2, or --llama.num-hidden-layers 4$"),
         (("--stages", "auto", "--model", "moe-tiny"), "for presets such as demo, and not for moe-tiny"),

@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
@@ -104,6 +103,9 @@ def is_of_gloo(error: BaseException) -> bool:
 
 def place_in_file(file: str, offset: int, num_bytes: int) -> Any:
     """Where DCP's file reader finds a tensor: the file, relative to the checkpoint, and the offset in bytes."""
+    # It takes about as long to load as all of torch, and a refused command waits for it.
+    from torch.distributed.checkpoint import filesystem
+
     return filesystem._StorageInfo(file, offset, num_bytes)
 
 

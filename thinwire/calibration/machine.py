@@ -18,16 +18,19 @@ import torch
 from torch import Tensor
 
 from thinwire.calibration.links import probed, shared_rates
-from thinwire.calibration.work import NUM_LEAST, Probe, probes, repeated
+from thinwire.calibration.work import LONGEST_S, NUM_LEAST, Probe, probes, repeated
+from thinwire.codecs.grammar import read
 from thinwire.collectives import Communicator
 from thinwire.collectives.patience import patience
 from thinwire.cost import Cores, Machine
 from thinwire.cost.graph import CARRY, ROUND
-from thinwire.cost.machine import CPU, launch_of, starved
+from thinwire.cost.machine import CPU, LEAST_LAUNCH_S, launch_of, starved
 from thinwire.device import Device
+from thinwire.errors import Problems, nearest
 from thinwire.models.llama import PRESETS, LlamaConfig
 
 LABEL_BYTES = 64
+COMPUTE_TYPES = ("fp32", "bf16")
 # What the strategies that a plan chooses from pack.
 CODECS = (
     "fp32", "bf16", "int4/2048", "int8/64:bf16+hadamard32", "int4/64:bf16+hadamard32", "int8/128",
@@ -40,7 +43,7 @@ DISK_BYTES = 1 << 26
 def calibrate(
     comm: Communicator,
     *,
-    layers: Sequence[LlamaConfig] = (),
+    layers: Sequence[LlamaConfig] | None = None,
     dtypes: Sequence[str] = ("fp32",),
     codecs: Iterable[str] = CODECS,
     device: Device | None = None,
@@ -54,7 +57,7 @@ def calibrate(
     cores. Links are measured in rounds of disjoint pairs, in both directions, then all at once.
 
     Args:
-        layers: sizes of models, or of mixtures, of which one layer is timed; by default those of tiny, demo, 125m.
+        layers: sizes of models, or of mixtures, of which one layer is timed; None: those of tiny, demo, 125m.
         dtypes: compute types, "fp32" or "bf16".
         codecs: the codecs to time, as text.
         folder: a folder on the disk whose speed is measured; None: no disk is measured.
@@ -62,8 +65,11 @@ def calibrate(
             are timed equally often.
         say: called with a line of progress, and with a warning if other programs keep the cores busy.
 
-    Raises PeerLostError if a rank is missing.
+    Raises ConfigError, before anything is measured, with all that is wrong with the arguments; PeerLostError if a rank
+    is missing.
     """
+    codecs = list(codecs)
+    check(layers, dtypes, codecs, folder, longest_s)
     device = device or Device()
     base = device.held_bytes()
     layers = layers or [
@@ -107,6 +113,39 @@ def calibrate(
     )  # fmt: skip
 
 
+def check(
+    layers: Sequence[LlamaConfig] | None, dtypes: Sequence[str], codecs: Sequence[str], folder: str | Path | None,
+    longest_s: float,
+) -> None:  # fmt: skip
+    """Raise ConfigError with all that is wrong with the arguments of `calibrate`."""
+    problems = Problems()
+    if layers is not None and not layers:
+        problems.messages.append("layers: none to time; nearest: None, which times those of tiny, demo and 125m")
+    for layer in layers or ():
+        if not isinstance(layer, LlamaConfig):
+            near = (
+                f"PRESETS[{layer!r}] of thinwire.models" if layer in PRESETS else "PRESETS['demo'] of thinwire.models"
+            )
+            problems.messages.append(f"layers: {layer!r} must be a LlamaConfig; nearest: {near}")
+    problems.messages += wrong_dtypes("dtypes", dtypes)
+    for text in codecs:
+        problems.note(read, text)
+    if folder is not None and not Path(folder).is_dir():
+        problems.messages.append(f"folder {folder}: no such folder; nearest: '.'")
+    # NaN is above nothing.
+    if not longest_s > 0:
+        problems.messages.append(f"longest_s {longest_s:g}: must be above 0; nearest: {LONGEST_S:g}")
+    problems.raise_any()
+
+
+def wrong_dtypes(asked: str, dtypes: Sequence[str]) -> list[str]:
+    """What is wrong with compute types, a message each. asked: the argument, or the flag, that states them."""
+    if not dtypes or isinstance(dtypes, str):
+        return [f"{asked} {dtypes!r}: must be a list of one or more; nearest: {[dtypes or COMPUTE_TYPES[0]]}"]
+    wrong = [name for name in dtypes if name not in COMPUTE_TYPES]
+    return [f"{asked} {name}: must be fp32 or bf16{nearest(str(name), COMPUTE_TYPES)}" for name in wrong]
+
+
 def fitted(layers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Rates of layers and of their passes, from (operations, seconds) of a long pass, "layer ...", and a short one.
 
@@ -119,7 +158,7 @@ def fitted(layers: Mapping[str, tuple[float, float]]) -> dict[str, float]:
             # Noise must not make a pass free, nor its operations.
             rate = min((long - short) / max(long_s - short_s, 1e-9), 2 * long / long_s)
             found[layer] = max(rate, long / long_s)
-            found[kind] = 1 / max(1e-6, long_s - long / found[layer])
+            found[kind] = 1 / max(LEAST_LAUNCH_S, long_s - long / found[layer])
     return found
 
 

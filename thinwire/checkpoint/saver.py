@@ -10,17 +10,19 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import FileSums, write_metadata, write_pieces
 from thinwire.checkpoint.folder import Keep, Manifest, folder_of, leftovers, note_next_loss, point_to
 from thinwire.checkpoint.parts import METADATA, part_of, sync_folder
 from thinwire.checkpoint.state import Piece, Snapshot
-from thinwire.codecs.kernels.crc import crc32
+
+if TYPE_CHECKING:
+    # It loads torch.distributed.checkpoint and numba, which a refused command should not wait for.
+    from thinwire.checkpoint.dcp import FileSums
 
 POLL_S = 0.02
 # Let the training thread return to tensors first: both need the interpreter, which switches only every 5 ms.
@@ -104,6 +106,8 @@ class Saver:
     """
 
     def __init__(self, folder: Path, disk: Disk, store: dist.Store, keep: Keep, timeout_s: float) -> None:
+        from thinwire.codecs.kernels.crc import crc32
+
         self.folder, self.disk, self.keep, self.timeout_s = folder, disk, keep, timeout_s
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thinwire-checkpoint")
@@ -252,6 +256,8 @@ class Saver:
 
 def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece]) -> FileSums:
     """Write one rank's part. Return {path: (bytes, checksum)} of its files. Raises OSError."""
+    from thinwire.checkpoint.dcp import write_pieces
+
     if part.exists():
         shutil.rmtree(part)
     sums = write_pieces(part, pieces, text)
@@ -260,6 +266,8 @@ def write_part(part: Path, text: Mapping[str, Any], pieces: Mapping[str, Piece])
 
 def complete(temporary: Path, manifest: Manifest) -> None:
     """Turn a fully written folder into a checkpoint: manifest, then name, then pointer. Raises OSError."""
+    from thinwire.checkpoint.dcp import write_metadata
+
     folder = folder_of(temporary.parent, manifest.step)
     # Machines with disks of their own have indices of their own.
     manifest = replace(manifest, files={**manifest.files, METADATA: list(write_metadata(temporary))})

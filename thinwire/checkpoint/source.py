@@ -6,16 +6,19 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.dcp import Index, StoredBox, read_part, read_pieces
 from thinwire.checkpoint.folder import Manifest
 from thinwire.checkpoint.parts import CheckpointError, parts_of, rank_of
 from thinwire.checkpoint.state import Piece, Share, dtype_named, from_tree, own_name, tensors_of
 from thinwire.table import Row
+
+if TYPE_CHECKING:
+    # It loads torch.distributed.checkpoint, which takes about as long as all of torch.
+    from thinwire.checkpoint.dcp import Index, StoredBox
 
 WEIGHTS, FROZEN, NORMS = "weights", "frozen", "norms"
 
@@ -59,6 +62,8 @@ class Source:
         self._taken: set[str] = set()
 
     def _add(self, part: Path) -> None:
+        from thinwire.checkpoint.dcp import read_part
+
         rank = rank_of(part)
         self._parts[rank], index = read_part(part)
         for name, chunks in index.items():
@@ -123,6 +128,8 @@ class Source:
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
         """Fill the values of these pieces. Raises CheckpointError for elements that are not there."""
+        from thinwire.checkpoint.dcp import read_pieces
+
         index = {name: self._chunks(name) for name in pieces}
         read_pieces(self.folder, index, {name: self.place_piece(name, p) for name, p in pieces.items()})
 

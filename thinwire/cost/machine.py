@@ -22,6 +22,8 @@ ANEW = "thinwire calibrate writes it anew"
 CPU = "cpu"
 # Work that waits for nothing but a core has one all the time.
 LEAST_BUSY = 0.8
+# Of a pass without operations: one that is measured as less was not seen.
+LEAST_LAUNCH_S = 1e-6
 
 
 def starved(core_share: float) -> str:
@@ -146,14 +148,14 @@ class Machine:
         nearest = min(widths, key=lambda each: abs(math.log(each / width)))
         return f"{kind} {nearest} {dtype}"
 
-    def part(self, ranks: Sequence[int]) -> Machine:
+    def part(self, ranks: Sequence[int], *, alone: bool = False) -> Machine:
         """Some of the ranks, in this order, each with an even share of its machine's cores.
 
-        The other ranks do the same as these at the same time.
+        The other ranks do the same as these at the same time. alone: they wait, and these have all of the cores.
         """
         hosts = [self.cores.hosts[rank] for rank in ranks]
         left = list(dict.fromkeys(hosts))
-        shares = [hosts.count(host) / self.cores.hosts.count(host) for host in left]
+        shares = [1.0 if alone else hosts.count(host) / self.cores.hosts.count(host) for host in left]
         parts = [self.cores.parts[host] if self.cores.parts else 1.0 for host in left]
         cores = Cores(
             tuple(left.index(host) for host in hosts),

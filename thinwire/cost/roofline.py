@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from thinwire.errors import ConfigError
 
+# A launch of less than this share of the fastest kernel's seconds is none that the samples show.
+LEAST_SEEN = 0.01
 # (floating-point operations, bytes, seconds)
 Sample = tuple[float, float, float]
 
@@ -19,7 +21,7 @@ class Roofline:
     Attributes:
         flops: operations per second that are reached.
         rate: bytes per second that are reached.
-        launch_s: of a kernel without work.
+        launch_s: of a kernel without work; 0: none was seen.
 
     Source: Williams et al., "Roofline" (2009).
     """
@@ -76,6 +78,8 @@ def rooflines_of(classes: Mapping[str, Sequence[Sample]]) -> dict[str, Roofline]
             best, least = nearer, error(nearer)
         else:
             step /= 2
+    if next(iter(best.values())).launch_s < LEAST_SEEN * min(seconds for _, _, seconds in samples):
+        return {name: replace(own, launch_s=0.0) for name, own in best.items()}
     return best
 
 

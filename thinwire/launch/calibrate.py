@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 from thinwire.cost import Machine
 from thinwire.cost.graph import ROUND
-from thinwire.cost.machine import LAYER, MIXTURE, launch_of
+from thinwire.cost.machine import LAYER, LEAST_LAUNCH_S, MIXTURE, launch_of
 from thinwire.errors import Problems, ThinwireError, nearest
 from thinwire.flags import CommandLine
 from thinwire.models.presets import NAMES as PRESETS
 
 # Of rates, by the first word of their kind.
 UNITS = dict.fromkeys((LAYER, MIXTURE), "GFLOP/s")
-UNITS |= dict.fromkeys((launch_of(f"{LAYER} ").strip(), launch_of(f"{MIXTURE} ").strip(), ROUND), "thousand/s")
+LAUNCHES = tuple(launch_of(f"{layer} ").strip() for layer in (LAYER, MIXTURE))
+UNITS |= dict.fromkeys((*LAUNCHES, ROUND), "thousand/s")
 # Of products, as torch calls them.
 DTYPES = ("float32", "bfloat16")
 # A probe has this long for its 20 repeats: nobody waits to train.
@@ -80,6 +81,7 @@ def run_calibrate(args: Sequence[str]) -> int:
 
 def check(config: CalibrateConfig, problems: Problems) -> None:
     """Note everything that can't work."""
+    from thinwire.calibration.machine import wrong_dtypes
     from thinwire.codecs.grammar import read
     from thinwire.device import choose
 
@@ -91,12 +93,12 @@ def check(config: CalibrateConfig, problems: Problems) -> None:
         problems.messages.append(f"--nodes {config.nodes} needs --join HOST:PORT, where HOST is node 0")
     if config.node >= config.nodes >= 1:
         problems.messages.append(f"--node {config.node}: nodes are numbered 0 to {config.nodes - 1}")
+    if not config.models:
+        problems.messages.append("--models is empty: name at least one; nearest: --models demo")
     for name in config.models:
         if name not in PRESETS:
             problems.messages.append(f"--models {name}: no such preset{nearest(name, PRESETS)}")
-    for name in config.dtypes:
-        if name not in ("fp32", "bf16"):
-            problems.messages.append(f"--dtypes {name}: must be fp32 or bf16{nearest(name, ('fp32', 'bf16'))}")
+    problems.messages += wrong_dtypes("--dtypes", config.dtypes)
     for text in config.codecs:
         problems.note(read, text)
     if config.disk is not None and not Path(config.disk).is_dir():
@@ -213,9 +215,10 @@ def with_kernels(machine: Machine, device: Any) -> tuple[Machine, list[str]]:
     lines = [f"{'product':<28} {'random':>14} {'zeros':>14}   GFLOP/s"]
     lines += [f"  {name:<26} {random / 1e9:>14.4g} {zeros / 1e9:>14.4g}" for name, (random, zeros) in rates.items()]
     for name, fit in fits.items():
+        launch = f" + {1e6 * fit.launch_s:.3g} us" if fit.launch_s else ", launch not seen"
         lines.append(
-            f"  {name}: max(operations / {fit.flops / 1e9:.4g} G, bytes / {fit.rate / 1e9:.4g} G) + "
-            f"{1e6 * fit.launch_s:.3g} us; {fit.flops / best[name.split()[0]]:.0%} of the best product's operations, "
+            f"  {name}: max(operations / {fit.flops / 1e9:.4g} G, bytes / {fit.rate / 1e9:.4g} G){launch}; "
+            f"{fit.flops / best[name.split()[0]]:.0%} of the best product's operations, "
             f"{fit.rate / machine.rates['copy']:.0%} of a copy's bytes"
         )
     lines.append("a load of the processor: " + ", ".join(f"{size >> 10} KiB {ns:.3g} ns" for size, ns in caches))
@@ -230,7 +233,8 @@ def lines_on(machine: Machine) -> list[str]:
     for kind, rate in machine.rates.items():
         unit = UNITS.get(kind.split()[0], "MB/s")
         shown = rate / {"GFLOP/s": 1e9, "thousand/s": 1e3, "MB/s": 1e6}[unit]
-        lines.append(f"  {kind:<36} {shown:>10.4g} {unit}")
+        is_unseen = kind.split()[0] in LAUNCHES and rate >= 1 / LEAST_LAUNCH_S
+        lines.append(f"  {kind:<36} " + ("  not seen" if is_unseen else f"{shown:>10.4g} {unit}"))
     cores = ", ".join(f"{num:g}" for num in machine.cores.num)
     lines.append(f"cores {cores}; work is {machine.cores.contention:.0%} slower where all of them are busy")
     return lines

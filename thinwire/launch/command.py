@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from thinwire.errors import Problems
@@ -16,6 +17,12 @@ def run_train(args: Sequence[str]) -> int:
     from thinwire.launch.early import refuse_early
 
     refuse_early(stated, problems)
+    if problems.messages and "RANK" not in os.environ:
+        # No worker will start, so nothing that starts them is loaded.
+        from thinwire.launch.line import configured
+        from thinwire.launch.prepare import plan
+
+        plan(configured(stated, problems), problems)
     from thinwire.launch.train import train
 
     return train(stated, problems)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch._dynamo  # noqa: F401  (torch loads it in the first step of an optimizer)
 
+# A saver loads it when it writes.
+import thinwire.checkpoint.dcp
 import thinwire.launch.worker  # noqa: F401
 from thinwire.codecs.backends import cpu_kernels
 

@@ -34,9 +34,10 @@ from thinwire.models import Llama, build_skeleton
 from thinwire.options import CHOSEN_FROM, EXPERTS, PIPELINE, model_table
 from thinwire.planner.optimizers import ADAMW, COUNTED
 from thinwire.planner.options import AUTO
-from thinwire.planner.plan import ALL_AXES, plan
+from thinwire.planner.plan import plan
 from thinwire.planner.prices import reserved_bytes
 from thinwire.planner.settings import methods_of
+from thinwire.planner.sizes import ALL_AXES
 from thinwire.planner.training_plan import TrainingPlan, with_tables
 from thinwire.report.units import seconds_text
 from thinwire.run.config import TrainConfig, derive
@@ -81,7 +82,7 @@ def plan_run(run: Run, place: ProcessPlace, store: dist.Store, dtype: str | None
             if budget < math.inf:
                 # What planning leaves in this process counts too; the first plan shows it.
                 with suppress(ConfigError):
-                    planned(config, model, machine, dtype, budget)
+                    planned(config, model, machine, dtype, budget, names_least=False)
                 held = max(held, data_bytes())
             found = planned(config, model, machine, dtype, budget, held)
             planned_s = time.perf_counter() - start - measured_s
@@ -164,11 +165,13 @@ def strategies_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def planned(
-    config: TrainConfig, model: Llama, machine: Machine, dtype: str, budget: float = math.inf, held: float = 0.0
-) -> TrainingPlan:
+    config: TrainConfig, model: Llama, machine: Machine, dtype: str, budget: float = math.inf, held: float = 0.0,
+    *, names_least: bool = True,
+) -> TrainingPlan:  # fmt: skip
     """The fastest plan, with everything that is stated kept. Raises ConfigError if nothing fits.
 
-    budget: most memory of each process, in bytes. held: what of it a process has before it has a model.
+    budget: most memory of each process, in bytes. held: what of it a process has before it has a model. names_least:
+    see `plan`.
     """
     stages = config.stages if isinstance(config.stages, int) else None
     options = residency_options(config)
@@ -182,7 +185,7 @@ def planned(
         strategies=strategies_of(config), stages=1 if config.documents else stages,
         tensor=config.tensor if isinstance(config.tensor, int) else None, dtype=dtype, loss=config.loss,
         tables=config.tables, axes=axes_of(config), optimizer=config.optimizer or ADAMW,
-        has_settings=config.is_planned_late, residency=options, reserved_bytes=reserved,
+        has_settings=config.is_planned_late, residency=options, reserved_bytes=reserved, names_least=names_least,
         has_groups=config.is_planned_late and config.local_size is None,
     )  # fmt: skip
     return found.held_to(typed, min(budget, machine.memory_bytes))
@@ -230,5 +233,5 @@ def optimizer_rows(config: TrainConfig) -> list[Row]:
     name = name_of(config.optimizer or ADAMW)
     if name == ADAMW:
         return []
-    counted = "counted, but AdamW's where the model is cut" if name in COUNTED else "counted as AdamW's"
+    counted = "counted, but AdamW's where ranks share experts" if name in COUNTED else "counted as AdamW's"
     return [(f"--optimizer {config.optimizer}", f"its state is {counted}", "the time of its step is not predicted")]

@@ -196,9 +196,10 @@ def asked_optimizer(config: ExplainConfig, methods: Sequence[Method]) -> str | N
 
 
 def optimizer_in(strategy: Method, laid: LaidOut) -> str:
-    """The optimizer whose state a strategy's plan counts; of parts of a model only AdamW's is."""
+    """The optimizer whose state a strategy's plan counts; of parts of a model AdamW's, but for islands' own."""
     optimizer = counted_by(strategy, laid.config.optimizer)
-    is_cut = laid.shape.tensor * laid.shape.pipeline * laid.shape.expert > 1
+    cut = 1 if isinstance(strategy, IslandsMethod) else laid.shape.tensor * laid.shape.pipeline
+    is_cut = cut * laid.shape.expert > 1
     return ADAMW if is_cut and name_of(optimizer) in COUNTED else optimizer
 
 

@@ -15,6 +15,7 @@ from thinwire.methods.pipeline.inside import check_inside
 from thinwire.methods.pipeline.options import check_stages
 from thinwire.methods.schedule import END, Hop, PlannedExchange, PlannedExchanges, draw
 from thinwire.planner.candidates import Candidate
+from thinwire.planner.optimizers import ADAMW
 from thinwire.planner.parts import cut_parts
 from thinwire.planner.prices import price_one
 from thinwire.planner.pricing import Pricing
@@ -60,8 +61,11 @@ def price_islands(pricing: Pricing, way: Candidate) -> Priced:
     method = around(pricing, way)
     if method.climb is not None:
         raise ConfigError(f"ascent of {way.outer}: its second pass has no price; leave it out")
+    # No other is stated: islands are planned for what their method trains by.
+    optimizer = method.optimizers[0] if pricing.optimizer == ADAMW else pricing.optimizer
     slowest = max(
-        (price_one(pricing.on(ranks), way.inside) for ranks in islands_of(pricing, way)), key=lambda each: each.step_s
+        (price_one(pricing.on(ranks, optimizer), way.inside) for ranks in islands_of(pricing, way)),
+        key=lambda each: each.step_s,
     )
     sent = spread(pricing, way, method)
     exchange_s = outer_s(pricing, way, method, sent)
@@ -97,7 +101,8 @@ def spread(pricing: Pricing, way: Candidate, method: IslandsMethod) -> dict[tupl
 
 def outer_s(pricing: Pricing, way: Candidate, method: IslandsMethod, sent: dict[tuple[str, str], int]) -> float:
     """Seconds of an exchange in a step: of the simulated messages between islands, and of those inside, in turn."""
-    firsts = pricing.machine.part([ranks[0] for ranks in islands_of(pricing, way)])
+    # Their islands' other ranks wait meanwhile.
+    firsts = pricing.machine.part([ranks[0] for ranks in islands_of(pricing, way)], alone=True)
     every = method.exchanges_every
     exchange = PlannedExchange(OPERATION, END, (Hop("inter", sent[OPERATION, "inter"] * every),))
     between = PlannedExchanges((1.0,), (exchange,))

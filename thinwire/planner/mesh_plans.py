@@ -34,16 +34,25 @@ def plan_on(
     grid = Topology(config.nodes, config.local_size)
     if shape.tensor * shape.pipeline == 1:
         plan, _ = by_tokens(strategy.plan(model, grid, config.passes), strategy, model, grid, tokens_of(config))
-        optimizer = counted_by(strategy, config.optimizer)
-        is_other = name_of(optimizer) in COUNTED and name_of(optimizer) != ADAMW
-        return by_optimizer(plan, strategy, model, optimizer, grid) if is_other else plan
+        return with_optimizer(plan, strategy, model, config, grid)
     if isinstance(strategy, IslandsMethod):
-        return strategy.plan_around(model, whole, grid, config.passes, shape.tensor)
+        plan = strategy.plan_around(model, whole, grid, config.passes, shape.tensor)
+        joined = Topology(1, grid.local_size // (shape.tensor * shape.pipeline))
+        return with_optimizer(plan, strategy, model, config, joined)
     plan = strategy.plan(model, replicas_on(config, shape), config.passes)
     num_told = max(2, shape.sizes["data"]) - 1
     word = strategy.plan(whole, Topology(num_told + 1, 1), 1).sent["all_gather_exact", "inter"] // num_told
     words = {("all_gather_exact", level): sent for level, sent in gather_bytes(grid, word).items()}
     return replace(plan, sent={**plan.sent, **words})
+
+
+def with_optimizer(
+    plan: MethodPlan, strategy: Method, model: nn.Module, config: ExplainConfig, grid: Topology
+) -> MethodPlan:
+    """The plan with the state of the optimizer that is asked for, or of the strategy's own, if that is counted."""
+    optimizer = counted_by(strategy, config.optimizer)
+    is_other = name_of(optimizer) in COUNTED and name_of(optimizer) != ADAMW
+    return by_optimizer(plan, strategy, model, optimizer, grid) if is_other else plan
 
 
 def replicas_on(config: ExplainConfig, shape: MeshShape) -> Topology:

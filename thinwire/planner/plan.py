@@ -18,21 +18,20 @@ from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, Tables, model_table
 from thinwire.planner.candidates import AxisSizes, Candidate, candidates
 from thinwire.planner.choice import choice_of
 from thinwire.planner.grouping import with_groups
+from thinwire.planner.islands import islands_of
 from thinwire.planner.memory import Estimator, Offset
 from thinwire.planner.optimizers import ADAMW
 from thinwire.planner.options import AUTO
-from thinwire.planner.prices import disk_floor
+from thinwire.planner.prices import NO_DISK, disk_floor
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Search
 from thinwire.planner.selection import searcher
-from thinwire.planner.sizes import no_mesh, wrong_experts, wrong_sizes
+from thinwire.planner.sizes import ALL_AXES, no_mesh, wrong_arguments, wrong_experts, wrong_sizes
 from thinwire.planner.stated import KeptOptions, no_way_left
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import bytes_text, enough_text
 from thinwire.table import Row
 
-# Over which ranks may be divided. Stages are searched in any case, and experts of a mixture.
-ALL_AXES = ("tensor", "sequence", "island")
 # For the least memory, more than so many times a guess is not tried.
 MOST_TIMES = 8
 DTYPES, LOSSES = ("fp32", "bf16"), ("auto", "plain", "cut")
@@ -60,6 +59,7 @@ def plan(
     has_groups: bool = True,
     residency: Mapping[str, Any] | None = None,
     reserved_bytes: float = 0.0,
+    names_least: bool = True,
 ) -> TrainingPlan:
     """Find the fastest way to train on a machine: strategy, mesh, groups, micro-batch, borders, and the order of ranks.
 
@@ -84,22 +84,27 @@ def plan(
         tables: options of strategies, and those of the pipeline and of experts that are fixed.
         estimator: of the memory of a process; None: 1.5 times what is counted, and what it holds before.
         axes: those of ALL_AXES over which ranks may be divided, besides data.
-        optimizer: with its options. Its state is counted where the model is not cut, elsewhere AdamW's; strategies and
+        optimizer: with its options. Its state is counted, but AdamW's where ranks share experts; strategies and
             meshes that it can't train with are left out.
         has_settings: whether settings of strategies are tried that are not stated; see `Method.worth_trying`.
         has_groups: whether a strategy may take other ranks than those of a machine for one node.
         residency: options of what lies where that every way has, by the names of `thinwire.Residency`, but its memory;
             None: all is kept in memory, but for what `memory_bytes` leaves no room for. A store of "none" is no disk.
         reserved_bytes: of a process, what `memory_bytes` counts and it does not use.
+        names_least: whether the error of a plan that nothing fits names the least memory that would do, which takes a
+            search of its own.
 
-    Raises ConfigError if nothing fits; it names the least memory that would do.
+    Raises ConfigError for arguments that can't be, and if nothing fits.
     """
-    tables = tables or {}
+    tables, residency = tables or {}, residency or {}
+    sizes = {"tokens_per_step": tokens_per_step, "seq_len": seq_len, "micro_batch": micro_batch}
+    counts = {**sizes, "vocab_size": vocab_size, "stages": stages, "tensor": tensor}
+    problems = Problems(wrong_arguments(model, machine, counts, axes, tables, residency, reserved_bytes))
+    problems.raise_any()
     own = tables.get(model_table(model) or "") if isinstance(model, str) else None
     llama = build_skeleton(model, vocab_size, seq_len, own) if isinstance(model, str) else model
     if not isinstance(llama, Llama):
         raise ConfigError(f"model {model}: only presets such as demo can be planned for; nearest: demo")
-    problems = Problems()
     ranks = machine.num_ranks
     problems.messages += wrong_sizes(
         llama, ranks, tokens_per_step=tokens_per_step, seq_len=seq_len, micro_batch=micro_batch, stages=stages
@@ -136,7 +141,7 @@ def plan(
     def within(limit: float) -> tuple[Search, list[Row], str]:
         """What fits into so many bytes of a rank, rows on what is left out, and the budget that is stated."""
         budget = "" if memory_bytes is None else budget_text(limit)
-        stated = KeptOptions(optimizer, residency or {}, budget)
+        stated = KeptOptions(optimizer, residency, budget)
         ways, left = stated.split(listed, choice.methods)
         left = [*choice.dropped, *left]
         if not ways:
@@ -144,6 +149,8 @@ def plan(
         return search(ways, limit, budget if stated.has_rest else "", stated.residency), left, budget
 
     found, left, budget = within(memory)
+    if not found.fastest and not names_least:
+        raise ConfigError(f"memory of {bytes_text(memory)} a rank: no way to train fits")
     if not found.fastest:
         raise nothing_fits(found, pricing, memory, lambda limit: bool(within(limit)[0].fastest))
     return TrainingPlan(
@@ -153,7 +160,9 @@ def plan(
 
 
 def nothing_fits(found: Search, pricing: Pricing, memory: float, fits: Callable[[float], bool]) -> ConfigError:
-    """The error of a search in which no way fits, with the least memory that would do.
+    """The error of a search in which no way fits: the least memory that would do, and what would let less do.
+
+    Where nothing was too large, why the ways that the model and the mesh allow have no price.
 
     memory: of a rank, in bytes. fits: whether the same search finds a way in so many bytes.
     """
@@ -162,13 +171,21 @@ def nothing_fits(found: Search, pricing: Pricing, memory: float, fits: Callable[
     if not needs:
         # Nothing was too large, so a disk would not help: that it can't be used is told where it is asked for.
         inside = [why for why, ways in found.refused.items() if not all(way.is_resident for way in ways)]
-        return ConfigError(*(inside or found.refused))
-    # Why no part can lie on a disk is told; that a mesh fits no model is no fault of the memory, and floors of single
-    # ways would be told beside the least of all.
-    others = [why for why, ways in found.refused.items() if not floors and any(way.is_resident for way in ways)]
-    least = enough_text(least_bytes(fits, min(needs), memory))
-    why = f"memory of {bytes_text(memory)} a rank: no way to train fits; the least is {least}"
-    return ConfigError(why, *others)
+        allowed = [why for why in inside if any(is_allowed(pricing, way) for way in found.refused[why])]
+        return ConfigError(*(allowed or inside or found.refused))
+    least = least_bytes(fits, min(needs), memory)
+    near = f"the least is {enough_text(least)}; nearest: {budget_text(least)}"
+    # The floors of single ways, and why one can't lie on a disk, are no answer beside the least of all.
+    disk = f", or less with a part on a disk: {NO_DISK}" if NO_DISK in found.refused and not floors else ""
+    return ConfigError(f"memory of {bytes_text(memory)} a rank: no way to train fits; {near}{disk}")
+
+
+def is_allowed(pricing: Pricing, way: Candidate) -> bool:
+    """Whether a strategy and a model can train so, whatever it costs."""
+    with suppress(ConfigError):
+        pricing.on(islands_of(pricing, way)[0]).check(way.inside)
+        return True
+    return False
 
 
 def least_bytes(fits: Callable[[float], bool], guess: float, refused: float) -> float:
@@ -178,7 +195,8 @@ def least_bytes(fits: Callable[[float], bool], guess: float, refused: float) -> 
 
     guess: near the least. refused: too few bytes.
     """
-    low, high, gap = int(refused / 1e6), math.ceil(guess / 1e6), 1
+    low, high = int(refused / 1e6), math.ceil(guess / 1e6)
+    gap = max(1, high // 200)
     while not fits(1e6 * high):
         if 1e6 * high > MOST_TIMES * guess:
             # More memory does not help: the guess is what the ways of one search say.

@@ -22,6 +22,8 @@ from thinwire.planner.search import Priced
 from thinwire.run.places import completed
 from thinwire.run.residency import check_optimizer, check_tiled
 
+NO_DISK = "the disk was not measured; nearest: thinwire calibrate --disk FOLDER"
+
 
 def price_one(pricing: Pricing, way: Candidate) -> Priced:
     """Simulate a candidate without islands. Raises ConfigError for one that can't run."""
@@ -125,7 +127,7 @@ def on_disk(pricing: Pricing, way: Candidate) -> tuple[Residency, Setup]:
     check_optimizer(residency, pricing.optimizer)
     check_tiled(residency, pricing.optimizer, method, pricing.replicas(way))
     if residency.needs_store and math.inf in pricing.machine.disk:
-        raise ConfigError("the disk was not measured; nearest: thinwire calibrate --disk FOLDER")
+        raise ConfigError(NO_DISK)
     setup = Setup(
         method, tiled_shapes(pricing.model, residency.tile), pricing.replicas(way), way.num_micro_batches,
         kept_of(pricing, way, residency), pricing.across,

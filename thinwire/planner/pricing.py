@@ -75,8 +75,8 @@ class Pricing:
     """Prices candidates for one model on one machine.
 
     methods: by name of the strategy, and of the method of islands. dtype: the compute type. estimator: of the memory of
-    a process. tables: options that are stated. loss: as for `thinwire train`. optimizer: whose state is counted where
-    the model is not cut; elsewhere AdamW's is. reserved_bytes: of a process, what it does not use but a budget counts.
+    a process. tables: options that are stated. loss: as for `thinwire train`. optimizer: whose state is counted; where
+    ranks share experts AdamW's is. reserved_bytes: of a process, what it does not use but a budget counts.
     spreads, orders, groups, wholes: what islands exchange, the best orders of nodes, other groups of ranks than
     machines, and the costs in memory of what may lie on a disk, once they are known.
     """
@@ -95,7 +95,7 @@ class Pricing:
     orders: dict[Hashable, RankOrder] = field(default_factory=dict)
     groups: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     wholes: dict[Candidate, Priced] = field(default_factory=dict)
-    _parts: dict[tuple[int, ...], Pricing] = field(default_factory=dict)
+    _parts: dict[Hashable, Pricing] = field(default_factory=dict)
     _cut: dict[int, Llama] = field(default_factory=dict)
     _attentions: dict[Hashable, AttentionCost] = field(default_factory=dict)
     _plans: dict[Hashable, MethodPlan] = field(default_factory=dict)
@@ -119,13 +119,13 @@ class Pricing:
             return None
         return across_of(optimizer_over(self.optimizer, self.model, lr=0.0, weight_decay=0.0, seed=0), self.model)
 
-    def on(self, ranks: Sequence[int]) -> Pricing:
-        """The same on some of the ranks."""
-        key = tuple(ranks)
+    def on(self, ranks: Sequence[int], optimizer: str = "") -> Pricing:
+        """The same on some of the ranks. optimizer: that of an island; empty: the same."""
+        key = (optimizer, *ranks)
         if key not in self._parts:
             self._parts[key] = replace(
-                self, machine=self.machine.part(ranks), spreads={}, orders={}, groups={}, wholes={}, _parts={},
-                _attentions={}, _plans={},
+                self, machine=self.machine.part(ranks), optimizer=optimizer or self.optimizer, spreads={},
+                orders={}, groups={}, wholes={}, _parts={}, _attentions={}, _plans={},
             )  # fmt: skip
         return self._parts[key]
 
@@ -257,7 +257,7 @@ class Pricing:
         if key not in self._plans:
             method = self.methods[way.strategy]
             found = method.plan(part, grid, way.num_micro_batches)
-            if name_of(self.optimizer) in COUNTED[1:] and part is self.model:
+            if name_of(self.optimizer) in COUNTED[1:] and way.experts == 1:
                 found = by_optimizer(found, method, part, self.optimizer, grid)
             self._plans[key] = found
         return self._plans[key]

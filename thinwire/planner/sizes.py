@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
-from thinwire.errors import ConfigError
+from thinwire.cost import Machine
+from thinwire.errors import ConfigError, nearest
+from thinwire.methods.memory import Residency
 from thinwire.methods.pipeline.options import Pipeline
 from thinwire.models import Llama, MoELlama
-from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, Tables
+from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, Tables, option_tables
 from thinwire.planner.options import AUTO
+
+# Over which ranks may be divided. Stages are searched in any case, and experts of a mixture.
+ALL_AXES = ("tensor", "sequence", "island")
+
+
+def wrong_arguments(
+    model: Any, machine: Any, counts: Mapping[str, Any], axes: Collection[str], tables: Tables,
+    residency: Mapping[str, Any], reserved_bytes: float,
+) -> Iterator[str]:  # fmt: skip
+    """Yield what is wrong with the arguments of `plan` that flags do not check before, a message each.
+
+    counts: whole numbers of at least 1, by the name of the argument; None: not stated.
+    """
+    if not isinstance(model, str | Llama):
+        yield f"model {type(model).__name__}: must be the name of a preset, or a model of thinwire; nearest: 'demo'"
+    if not isinstance(machine, Machine):
+        yield f"machine {machine!r}: must be a Machine; nearest: thinwire.calibrate(comm), or Machine.read(path)"
+    for name, value in counts.items():
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        # What is too small of the others is told with what would fit.
+        if value is not None and not (is_whole and (value >= 1 or name not in ("vocab_size", "tensor"))):
+            yield f"{name} {value!r}: must be a whole number of at least 1; nearest: {nearest_whole(value)}"
+    for axis in axes:
+        if axis not in ALL_AXES:
+            yield f"axes: {axis!r} is no axis of a plan{nearest(str(axis), ALL_AXES)}"
+    for name in tables:
+        if name not in option_tables():
+            yield f"tables: no such table {name!r}{nearest(name, option_tables())}"
+    known = [item.name for item in fields(Residency)]
+    for name in residency:
+        if name not in known or name == "memory":
+            yield f"residency: no such option {name!r}{nearest(name, [each for each in known if each != 'memory'])}"
+    # NaN is not at least 0.
+    if not reserved_bytes >= 0:
+        yield f"reserved_bytes {reserved_bytes:g}: must be at least 0; nearest: 0"
+
+
+def nearest_whole(value: Any) -> int:
+    """The whole number of at least 1 that is nearest to a value; 1 for what is no finite number."""
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return max(1, round(value)) if is_number else 1
 
 
 def wrong_sizes(

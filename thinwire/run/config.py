@@ -192,7 +192,7 @@ class TrainConfig:
         left, of = self.world_size, "ranks"
         for option, ranks in asked.values():
             if left % max(1, ranks):
-                near = nearest_divisor(ranks, left)
+                near = nearest_divisor(ranks, left, self._most_stages if option == AXIS_FLAGS["pipeline"] else math.inf)
                 raise ConfigError(f"{option} {ranks}: must divide the {left} {of}; nearest: {option} {near}")
             if ranks > 1:
                 left, of = left // ranks, f"ranks that {option} {ranks} leaves"
@@ -208,6 +208,23 @@ class TrainConfig:
                 f"the {self.world_size} ranks"
             )
         return MeshShape({"island": self.world_size // island, "data": island // size, **cut}).in_order()
+
+    @property
+    def _most_stages(self) -> float:
+        """The most stages for which the preset has layers; infinite where that is not known here."""
+        from thinwire.methods.pipeline.options import Pipeline
+        from thinwire.models import PRESETS
+        from thinwire.options import model_table
+
+        if self.model not in PRESETS:
+            return math.inf
+        stated = self.tables.get(model_table(self.model) or "", {})
+        num_layers = stated.get("num_hidden_layers", PRESETS[self.model].num_hidden_layers)
+        try:
+            chunks = Pipeline(**self.tables.get("pipeline", {})).num_chunks
+        except ConfigError:
+            return num_layers
+        return max((n for n in range(1, num_layers + 1) if chunks(n) <= num_layers), default=1)
 
     @property
     def _has_islands(self) -> bool:

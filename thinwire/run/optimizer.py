@@ -45,6 +45,9 @@ def read_optimizer(text: str, fitting: Iterable[str] = OPTIMIZERS) -> tuple[str,
     if wrong:
         raise ConfigError(*wrong)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    if not options:
+        # Nothing is left to refuse, and torch's optimizers load its compiler.
+        return name, options
     one = torch.empty(1 << 16, 1 << 16, device="meta") if name in NAMED else torch.zeros(1, 1)
     try:
         # Over one matrix, for what the optimizer itself refuses.

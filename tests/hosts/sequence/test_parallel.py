@@ -189,8 +189,27 @@ def one_by_one() -> tuple[Tensor, list[Tensor]]:
     return logits.detach(), [param.grad for param in model.parameters() if param.grad is not None]
 
 
+def unequal(rank: int, *nums: int) -> tuple[Tensor, Tensor]:
+    """The mean loss over ranks with so many tokens that count, and the mean of its gradients."""
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    grads = list[Tensor]()
+    weight.register_hook(grads.append)
+    seq = thinwire.sequence_parallel(Llama(CONFIG), thinwire.SequenceParallel(2, "ring"), local_size=2)
+    rows = torch.arange(3.0 * sum(nums), dtype=torch.float64).view(-1, 3).split(nums)[rank]
+    loss = seq.mean_loss((rows @ weight).sum(), len(rows))
+    loss.backward()
+    told = [seq.everyone.wait(seq.everyone.all_gather_exact(x)) for x in (loss.detach()[None], *grads)]
+    seq.close()
+    return told[0].mean(), told[1].mean(0)
+
+
 def several(rank: int, world_size: int) -> list[Any]:
     assert late_waits() == 4
+    # One of the ranks of a sequence, both of one, and all of them have no token that counts.
+    for nums in ((5, 0, 3, 1), (2, 7, 0, 0), (0, 0, 0, 0)):
+        rows = torch.arange(3.0 * sum(nums), dtype=torch.float64).view(-1, 3)
+        expected = rows.sum(0) / max(sum(nums), 1)
+        torch.testing.assert_close(unequal(rank, *nums), (expected.sum(), expected), rtol=1e-12, atol=0)
     alone_logits, alone_grads = one_by_one()
     for method in ("ulysses", "ring", "ulysses=2,ring=2"):
         logits, grads = packed(rank, method)

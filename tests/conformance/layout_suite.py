@@ -29,6 +29,7 @@ from thinwire.losses import cut_loss
 from thinwire.methods.interface import Method
 from thinwire.models.capacity import RowLoad
 from thinwire.models.moe import MoEConfig, MoELlama
+from thinwire.pruning.masks import mask_of
 
 # A row that begins anew trains for STEPS and is saved after SAVED of them, from where the others train for FEW.
 STEPS, SAVED, FEW, ODD_STEP = 10, 2, 3, 3
@@ -45,8 +46,9 @@ class Row:
     """A layout: a mesh of 4 ranks, in nodes of 2, with the options of its axes; and the strategy beside it.
 
     optimizer: of MAKERS. begins: with fresh weights; others with those of the last exact row before that has the same
-    optimizer and sizes. drift: the largest relative difference of a norm from those of one process; 0: exact, 1e-4.
-    has_logits: whether the loss is taken without them. recomputes: layers keep their inputs alone.
+    optimizer, sizes and zeros. drift: the largest relative difference of a norm from those of one process; 0: exact,
+    1e-4. has_logits: whether the loss is taken without them. recomputes: layers keep their inputs alone. is_pruned:
+    half of the weights of attention and experts are zero, and the others train.
     """
 
     mesh: dict[str, int]
@@ -59,11 +61,12 @@ class Row:
     has_logits: bool = True
     config: MoEConfig = CONFIG
     recomputes: bool = False
+    is_pruned: bool = False
 
     @property
-    def kind(self) -> tuple[str, MoEConfig]:
+    def kind(self) -> tuple[str, MoEConfig, bool]:
         """What rows share that follow the same reference."""
-        return self.optimizer, self.config
+        return self.optimizer, self.config, self.is_pruned
 
 
 # The ranks follow from the mesh; the slices come first.
@@ -114,6 +117,10 @@ ROWS: dict[str, Row] = {
     "int8": Row(FOUR, experts=spread(dispatch="int8", gradients="int8"), optimizer="adamw", drift=0.1),
     "dion": Row(PAIRS, optimizer="dion", begins=True),
     "dion-four": Row(FOUR, optimizer="dion"),
+    "pruned": Row({"data": 4}, optimizer="decay", begins=True, is_pruned=True),
+    "pruned-four": Row(FOUR, experts=spread(chunks=2), optimizer="decay", is_pruned=True),
+    "pruned-moves": Row(PAIRS, experts=spread(move="experts"), optimizer="decay", is_pruned=True),
+    "pruned-sdp4bit": Row(PAIRS, thinwire.SDP4Bit(), optimizer="decay", drift=0.1, is_pruned=True),
     "tight": Row({"data": 4}, config=TIGHT, begins=True),
     "tight-pairs": Row(PAIRS, experts=spread(chunks=2, capacity=TIGHT.capacity_factor), config=TIGHT),
 }  # fmt: skip
@@ -121,6 +128,8 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # SGD shows a gradient that is a number of times too large, which AdamW hides.
     "sgd": lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    # A moment or decay of a weight that is not kept would wake it.
+    "decay": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.5),
     "dion": lambda params: thinwire.DionOptimizer(params, lr=1e-3, eps=1e-4, rank=8),
 }
 
@@ -153,10 +162,33 @@ class Told:
     rows: RowLoad | None = None
 
 
+def masks() -> dict[str, Tensor]:
+    """The weights that stay if those of the least size go."""
+    found = {}
+    for name, param in MoELlama(CONFIG).named_parameters():
+        size = param.detach().abs()
+        if name.endswith("experts.down_proj"):
+            found[name] = mask_of(size.transpose(1, 2), "rows", 0.5).transpose(1, 2)
+        elif "experts." in name or "self_attn." in name:
+            found[name] = mask_of(size, "rows", 0.5)
+    return found
+
+
+def check_zeros(model: MoELlama, ranks: Any) -> None:
+    """A rank has zeros where the masks have them, and nowhere else."""
+    for name, mask in masks().items():
+        place, _, own = name.rpartition(".")
+        weight = getattr(model.get_submodule(place), own)
+        here = ranks.placement.part(mask, ranks.comm.rank) if ranks is not None and "experts." in name else mask
+        assert torch.equal(weight == 0, ~here), name
+
+
 @functools.cache
-def alone(kind: str) -> Told:
+def alone(kind: str, is_pruned: bool) -> Told:
     """One process takes the tokens of all ranks."""
     model, told = MoELlama(CONFIG), Told()
+    if is_pruned:
+        thinwire.keep(model, masks())
     optimizer = MAKERS[kind](model.parameters())
     for step in range(STEPS):
         if step != ODD_STEP:
@@ -193,6 +225,8 @@ def train(rank: int, world_size: int, name: str, folder: Path) -> Told:
     states_limit = row.experts is not None and row.experts.capacity is not None
     config = replace(row.config, capacity_factor=0.0) if states_limit else row.config
     model = MoELlama(config, seed=0 if row.begins else rank)
+    if row.is_pruned:
+        thinwire.keep(model, masks())
     if not row.has_logits:
         cut_loss(model)
     mesh = init_device_mesh("cpu", tuple(row.mesh.values()), mesh_dim_names=tuple(row.mesh))
@@ -219,6 +253,8 @@ def train(rank: int, world_size: int, name: str, folder: Path) -> Told:
         if step + 1 in (SAVED + FEW, STEPS):
             weights = stage.optimizer.masters([name for name, _ in model.named_parameters()])
             told.weights[step + 1] = weights if stage.experts is None else stage.experts.gather(weights)
+    if row.is_pruned:
+        check_zeros(model, stage.experts)
     assert stage.optimizer.skipped_steps == 1
     stage.optimizer.check_replicas()
     has_rows = stage.experts is not None and stage.experts.options.move != "experts"
@@ -245,7 +281,7 @@ class LayoutSuite:
     def test_goes_on_from_another_layout_as_one_process(self, name: str, told: Rows, folder: Path) -> None:
         row, results = ROWS[name], told.of(name)
         # A capacity is of a rank's tokens, so one process drops other rows.
-        truth = alone(row.optimizer) if row.config is CONFIG else told.of("tight")[0]
+        truth = alone(row.optimizer, row.is_pruned) if row.config is CONFIG else told.of("tight")[0]
         for result in results:
             expected = [truth.norms[step] for step in result.norms]
             torch.testing.assert_close([*result.norms.values()], expected, rtol=row.drift or 1e-4, atol=0)

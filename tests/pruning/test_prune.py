@@ -19,10 +19,10 @@ from thinwire import cli
 from thinwire.checkpoint.weights_folder import write_weights
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError
+from thinwire.hosts.experts.checks import check_experts
 from thinwire.models import MoELlama, build_model, build_skeleton
 from thinwire.models.kept import whole
 from thinwire.models.moe import MIXTURES, MoE, mixtral_config, mixtral_weights
-from thinwire.models.seam import experts_of
 from thinwire.pruning import curvature
 from thinwire.pruning.curvature import gradients, surgery
 from thinwire.pruning.masks import lowest, mask_of, scores
@@ -213,6 +213,52 @@ def test_inputs_that_are_all_alike_leave_the_choice_to_sizes() -> None:
     assert torch.equal(by_inputs["layers.0.0.weight"], by_size["layers.0.0.weight"])
 
 
+def beside_shared(kind: str) -> Any:
+    """A model of transformers in which each token has experts of its own and one that all share."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 24,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+        "max_position_embeddings": 32,
+    }  # fmt: skip
+    own: dict[str, dict[str, Any]] = {
+        "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 24},
+        "deepseek_v3": {
+            "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+            "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": None,
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes | own[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    draws = torch.Generator().manual_seed(5)
+    for param in model.parameters():
+        param.data.add_(0.3 * torch.randn(param.shape, generator=draws))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "deepseek_v3"])
+def test_a_shared_expert_has_no_gates(kind: str) -> None:
+    """Its masks are those of all tokens, each with gate 1; what a model multiplies it by afterwards stays."""
+    dense, pruned = beside_shared(kind), beside_shared(kind)
+    done = prune(pruned, text())
+    shared = [name for name in done.masks if "shared_expert" in name and "layers.0." in name]
+    assert sorted(name.split(".")[-2] for name in shared) == ["down_proj", "gate_proj", "up_proj"]
+    assert not any("shared_expert_gate" in name or name.endswith("mlp.gate.weight") for name in done.masks)
+    seen = dict[str, Tensor]()
+    for name in shared:
+        place = name.removesuffix(".weight")
+        dense.get_submodule(place).register_forward_pre_hook(
+            lambda _, args, name=name: seen.update({name: args[0].flatten(0, -2)})
+        )
+    with torch.no_grad():
+        dense(text()[0], use_cache=False)
+    for name in shared:
+        weight = dense.get_parameter(name).detach()
+        assert torch.equal(done.masks[name], mask_of(weight.abs() * seen[name].norm(dim=0), "rows", 0.5))
+        assert torch.equal(pruned.get_parameter(name) == 0, ~done.masks[name])
+
+
 def masks_of_rank(rank: int, world_size: int) -> list[dict[str, Tensor]]:
     """The masks of ranks with parts of the text: replicas, and ranks that share the experts, whole and in slices."""
     found = [prune(small(), text(8)[rank::world_size]).masks]
@@ -231,15 +277,15 @@ def masks_of_rank(rank: int, world_size: int) -> list[dict[str, Tensor]]:
         assert ep.comm.meter.snapshot().sent_by("dispatch") > before
         ep.close()
         found.append(done.masks)
-    return found
+    return [*found, prune(beside_shared("qwen2_moe"), text(8)[rank::world_size]).masks]
 
 
 def test_ranks_and_batches_have_the_masks_of_one_process() -> None:
     one = prune(small(), text(8)).masks
-    every = [
-        prune(small(), text(1, 128)).masks,
-        *(found for of_rank in run_workers(masks_of_rank, 2) for found in of_rank),
-    ]
+    both, shared = run_workers(masks_of_rank, 2), prune(beside_shared("qwen2_moe"), text(8)).masks
+    for found in (of_rank.pop() for of_rank in both):
+        assert found.keys() == shared.keys() and all(torch.equal(found[name], shared[name]) for name in shared)
+    every = [prune(small(), text(1, 128)).masks, *(found for of_rank in both for found in of_rank)]
     for found in every:
         assert found.keys() == one.keys()
         assert all(torch.equal(found[name], one[name]) for name in one)
@@ -363,5 +409,5 @@ def test_what_can_not_be_pruned_is_said(options: dict[str, Any], message: str) -
 def test_pruned_experts_lie_whole_on_a_rank() -> None:
     model = small()
     thinwire.keep(model, prune(model, text()).masks)
-    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts: pruned experts can't lie on several ranks"):
-        experts_of(model)
+    with pytest.raises(ConfigError, match=r"pruning keeps other values .* nearest: --experts.slices 1"):
+        check_experts(model, thinwire.ExpertParallel(2, slices=2), 2)

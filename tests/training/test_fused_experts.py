@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.training.commands import check_refused, train_ranks
+from thinwire.checkpoint.folder import latest
+from thinwire.checkpoint.source import read_weights
+from thinwire.models.kept import MASKS, KeptValues
+from thinwire.pruning.masks import mask_of
 
 transformers = pytest.importorskip("transformers")
 STEPS, SAVED = 5, 3
@@ -48,6 +53,29 @@ def test_they_train_as_one_process_and_move_to_other_ranks(model: str, tmp_path:
     assert "2 of 4 experts a rank" in two["printed"] and "resume proven" in one["printed"]
     assert "a simulated layer, forward and backward: " in two["printed"]
     assert all(line["experts_s"] > 0 and line["predicted_experts_s"] > 0 for line in two["steps"].values())
+
+
+def test_what_is_kept_of_pruned_ones_trains_on_ranks_and_goes_on_on_one(model: str, tmp_path: Path) -> None:
+    pruned = transformers.AutoModelForCausalLM.from_pretrained(model.removeprefix("hf:"))
+    packed = {name: param.data for name, param in pruned.named_parameters() if ".experts." in name}
+    masks = {name: mask_of(weight.abs(), "rows", 0.5) for name, weight in packed.items()}
+    for name, weight in packed.items():
+        weight.mul_(masks[name])
+    pruned.save_pretrained(tmp_path / "pruned")
+    save_file(masks, tmp_path / "pruned" / MASKS)
+    flags = ["--model", f"hf:{tmp_path / 'pruned'}", *SMALL, "--strategy", "sdp4bit"]
+    two = train_ranks(tmp_path, "two", 2, [*flags, "--experts.parallel", "2", "--stop-at", str(SAVED)])
+    one = train_ranks(tmp_path, "one", 1, [*flags, "--experts.parallel", "1"], "two")
+    assert "2 of 4 experts a rank" in two["printed"] and "resume proven" in one["printed"]
+    checkpoint = latest(one["folder"] / "checkpoints")
+    assert checkpoint is not None
+    for name, values in read_weights(checkpoint):
+        place, _, kept = name.removeprefix("model.").partition("parametrizations.")
+        if kept:
+            short = place + kept.removesuffix(".original")
+            weight = KeptValues(masks[short])(values)
+            assert torch.equal(weight == 0, ~masks.pop(short)) and not torch.equal(weight, packed[short])
+    assert not masks
 
 
 def test_slices_of_them_are_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives import Communicator, Meter, Topology
@@ -47,7 +47,7 @@ class Axis:
         whole: the mesh, flat: all ranks that take every step together; equal to `group` if there is no other axis.
         tensor: the axis that cuts parameters, if any.
         num_names: parameters of the whole model, if ranks of another axis hold other parameters; else 0.
-        group_for: (name, parameter) -> the global ranks that hold replicas of it; None: all of `group`.
+        group_for: (name, parameter or buffer) -> the global ranks that hold replicas of it; None: all of `group`.
         meter: what counts the messages; None: a new one.
         stages: the axis that cuts the layers, if a method of islands asks for whole models.
         parts: the ranks that share some parameters between them, such as those of experts.
@@ -57,7 +57,7 @@ class Axis:
     whole: DeviceMesh
     tensor: TensorAxis | None = None
     num_names: int = 0
-    group_for: Callable[[str, nn.Parameter], Sequence[int] | None] | None = None
+    group_for: Callable[[str, Tensor], Sequence[int] | None] | None = None
     meter: Meter | None = None
     stages: StageAxis | None = None
     parts: Parts | None = None

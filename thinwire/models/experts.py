@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from thinwire.models.moe_config import MoEConfig
 from thinwire.models.order import Order
@@ -41,8 +42,6 @@ class Experts(nn.Module):
     They are called like experts of transformers: experts(x, top_k_index, top_k_weights). row_hooks: see RowHooks.
     """
 
-    is_sliceable = True
-
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.num_experts, self.weigh_inputs = config.num_local_experts, config.weigh_inputs
@@ -50,6 +49,11 @@ class Experts(nn.Module):
         self.row_hooks = RowHooks()
         shape = (config.num_local_experts, self.inner, self.width)
         self.gate_proj, self.up_proj, self.down_proj = (nn.Parameter(torch.empty(shape)) for _ in range(3))
+
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether ranks may share an expert: what is kept of a pruned one's last matrix lies by outputs."""
+        return not is_parametrized(self)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:

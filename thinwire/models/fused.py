@@ -54,10 +54,9 @@ class FusedExperts:
         return hooks.run("before_combine", grouped_product(hidden, down.transpose(1, 2), counts))
 
 
-def check_whole(name: str, module: nn.Module, tensor: str | None = None) -> None:
-    """Raise ConfigError for pruned experts: ranges of their kept values are no experts. tensor: by default any."""
-    if is_parametrized(module, tensor):
-        raise ConfigError(f"{name}: pruned experts can't lie on several ranks; nearest: --experts.parallel 1")
+def holds(module: nn.Module, name: str) -> bool:
+    """Whether a module has a parameter of that name, all of it or, if it is pruned, what is kept of it."""
+    return isinstance(vars(module)["_parameters"].get(name), nn.Parameter) or is_parametrized(module, name)
 
 
 def fused_experts(model: nn.Module) -> dict[str, FusedExperts]:
@@ -67,8 +66,7 @@ def fused_experts(model: nn.Module) -> dict[str, FusedExperts]:
     """
     found: dict[str, FusedExperts] = {}
     for name, module in model.named_modules():
-        check_whole(name, module, "gate_up_proj")
-        if not all(isinstance(getattr(module, each, None), nn.Parameter) for each in ("gate_up_proj", "down_proj")):
+        if not (holds(module, "gate_up_proj") and holds(module, "down_proj")):
             continue
         other = [each for each, plain in PLAIN.items() if getattr(module, each, plain) != plain]
         if other or not hasattr(module, "_apply_gate"):

@@ -20,35 +20,38 @@ BITS = ".kept"
 
 
 class KeptValues(nn.Module):
-    """A matrix [..., out, in] stored as its kept values [rows, kept]; every row keeps equally many. All others are 0.
+    """A matrix [..., out, in] stored as its kept values [..., rows, kept]; every row keeps equally many. Others are 0.
 
-    A row runs along the dimension in which the mask keeps equally many: the last, or the one before it.
+    A row runs along the dimension in which the mask keeps equally many: the last, or the one before it. The kept values
+    of each of several experts are one range of memory.
+
+    Attributes:
+        places: of the kept values in their rows, int32 in their shape.
     """
 
     places: Tensor
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        self.shape, self.is_last = mask.shape, even(mask)
+        self.is_last = even(mask)
         rows = self._rows(mask)
-        places = rows.nonzero()[:, 1].view(len(rows), -1)
+        self.width = rows.shape[-1]
+        places = rows.nonzero()[:, -1].view(*rows.shape[:-1], -1)
         self.register_buffer("places", places.to(torch.int32), persistent=False)
 
     def forward(self, kept: Tensor) -> Tensor:
         """The whole matrix."""
-        width = self.shape[-1 if self.is_last else -2]
-        rows = kept.new_zeros(len(kept), width).scatter(1, self.places.long(), kept)
-        if self.is_last:
-            return rows.view(self.shape)
-        return rows.view(*self.shape[:-2], self.shape[-1], width).transpose(-1, -2)
+        # Earlier versions saved the rows of all experts as one matrix.
+        kept = kept.view(self.places.shape)
+        return self._rows(kept.new_zeros(*kept.shape[:-1], self.width).scatter(-1, self.places.long(), kept))
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The kept values of a matrix; the inverse of `forward`."""
-        return self._rows(weight).gather(1, self.places.to(weight.device).long())
+        return self._rows(weight).gather(-1, self.places.to(weight.device).long())
 
     def _rows(self, matrix: Tensor) -> Tensor:
-        matrix = matrix if self.is_last else matrix.transpose(-1, -2)
-        return matrix.reshape(-1, matrix.shape[-1])
+        """Rows as the last dimension, and back."""
+        return matrix if self.is_last else matrix.transpose(-1, -2)
 
 
 def even(mask: Tensor) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from thinwire.errors import ConfigError
-from thinwire.models.fused import FusedExperts, check_whole, fused_experts
+from thinwire.models.fused import FusedExperts, fused_experts
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.moe import Experts, MoELlama
 
@@ -35,12 +35,9 @@ class MixtureSizes:
 def experts_of(model: nn.Module) -> dict[str, Experts | FusedExperts]:
     """The experts of each layer, by the path of their module.
 
-    Raises ConfigError for a model without experts, for pruned ones, and for packed experts of transformers of an
-    unknown form.
+    Raises ConfigError for a model without experts, and for packed experts of transformers of an unknown form.
     """
     own = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    for name, module in own.items():
-        check_whole(name, module)
     found: dict[str, Experts | FusedExperts] = {**own, **(fused_experts(model) if not own else {})}
     if not found:
         raise ConfigError(

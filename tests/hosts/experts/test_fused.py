@@ -14,6 +14,7 @@ from thinwire import ConfigError, ExpertParallel
 from thinwire.hosts.experts.checks import check_experts
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.seam import mixture_of
+from thinwire.pruning.masks import mask_of
 
 transformers = pytest.importorskip("transformers")
 LENGTH = 12
@@ -33,12 +34,15 @@ WAYS = {
 }
 
 
-def model_of(kind: str) -> HFCausalLM:
+def model_of(kind: str, is_pruned: bool = False) -> HFCausalLM:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind]})
     # The default one knows no fp64.
     config._experts_implementation = "eager"
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    if is_pruned:
+        packed = {name: param for name, param in made.named_parameters() if ".experts." in name}
+        thinwire.keep(made, {name: mask_of(param.detach().abs(), "rows", 0.5) for name, param in packed.items()})
     return HFCausalLM(made, LENGTH).train()
 
 
@@ -46,9 +50,9 @@ def text(rank: int) -> Any:
     return torch.randint(64, (2, 4 + 2 * rank), generator=torch.Generator().manual_seed(rank)).split(1)
 
 
-def errors(rank: int, kind: str) -> float:
+def errors(rank: int, kind: str, is_pruned: bool = False) -> float:
     """How far losses and all gradients are from one process."""
-    truth, model = model_of(kind), model_of(kind)
+    truth, model = model_of(kind, is_pruned), model_of(kind, is_pruned)
     losses = [truth(*text(each)) for each in range(4)]
     torch.stack(losses).mean().backward()
     ep = thinwire.expert_parallel(model, WAYS[kind], local_size=2, timeout_s=60)
@@ -62,14 +66,14 @@ def errors(rank: int, kind: str) -> float:
         same = [rank % 4 for rank in ep.replicas] if name in ep.shapes else range(4)
         own[name] = every[list(same)].sum(0) / 4
     pairs += [(grad, truth.get_parameter(name).grad) for name, grad in ep.gather(own).items()]
-    num_experts = len(ep.shapes)
+    num_tensors = len(ep.shapes)
     ep.close()
-    assert num_experts == 4
+    assert num_tensors == (8 if is_pruned else 4)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def all_kinds(rank: int, world_size: int) -> list[float]:
-    return [errors(rank, kind) for kind in KINDS]
+    return [*(errors(rank, kind) for kind in KINDS), *(errors(rank, kind, is_pruned=True) for kind in KINDS)]
 
 
 def test_losses_and_gradients_are_those_of_one_process() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,10 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2, max_position_embeddings=LENGTH,
 )  # fmt: skip
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
+}  # fmt: skip
 # Attention by latent vectors: keys are 12 wide, values 8.
 LATENT: dict[str, Any] = {
     "kind": "deepseek_v3", "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
@@ -184,8 +189,27 @@ def one_by_one() -> tuple[Tensor, list[Tensor]]:
     return logits.detach(), [param.grad for param in model.parameters() if param.grad is not None]
 
 
+def unequal(rank: int, *nums: int) -> tuple[Tensor, Tensor]:
+    """The mean loss over ranks with so many tokens that count, and the mean of its gradients."""
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    grads = list[Tensor]()
+    weight.register_hook(grads.append)
+    seq = thinwire.sequence_parallel(Llama(CONFIG), thinwire.SequenceParallel(2, "ring"), local_size=2)
+    rows = torch.arange(3.0 * sum(nums), dtype=torch.float64).view(-1, 3).split(nums)[rank]
+    loss = seq.mean_loss((rows @ weight).sum(), len(rows))
+    loss.backward()
+    told = [seq.everyone.wait(seq.everyone.all_gather_exact(x)) for x in (loss.detach()[None], *grads)]
+    seq.close()
+    return told[0].mean(), told[1].mean(0)
+
+
 def several(rank: int, world_size: int) -> list[Any]:
     assert late_waits() == 4
+    # One of the ranks of a sequence, both of one, and all of them have no token that counts.
+    for nums in ((5, 0, 3, 1), (2, 7, 0, 0), (0, 0, 0, 0)):
+        rows = torch.arange(3.0 * sum(nums), dtype=torch.float64).view(-1, 3)
+        expected = rows.sum(0) / max(sum(nums), 1)
+        torch.testing.assert_close(unequal(rank, *nums), (expected.sum(), expected), rtol=1e-12, atol=0)
     alone_logits, alone_grads = one_by_one()
     for method in ("ulysses", "ring", "ulysses=2,ring=2"):
         logits, grads = packed(rank, method)
@@ -217,16 +241,42 @@ def test_steps_are_those_of_one_process_with_very_unequal_tokens() -> None:
 
 
 def as_pairs(rank: int, world_size: int) -> list[Any]:
+    refuse_dropout()
     return [hugging_face(way) for way in ("ulysses", "ring")] + [hugging_face("ring", **LATENT)]
+
+
+def refuse_dropout() -> None:
+    """Attention with dropout is refused, at the start where a configuration states it, else in the first forward."""
+    transformers = pytest.importorskip("transformers")
+    options = thinwire.SequenceParallel(2)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SIZES))
+    for name, kind, more in (
+        ("attention_dropout", "llama", {"attention_dropout": 0.1}),
+        ("attn_pdrop", "gpt2", {"attn_pdrop": 0.1}),
+        ("attention_probs_dropout_prob", "biogpt", {}),
+    ):
+        config = transformers.AutoConfig.for_model(kind, **SIZES | more)
+        with pytest.raises(ConfigError, match=f"{name} 0.1: parts of a sequence can't share a mask; nearest: 0.0"):
+            thinwire.sequence_parallel(transformers.AutoModelForCausalLM.from_config(config), options)
+    seq = thinwire.sequence_parallel(model, options)
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    part, _ = seq.split(batch_of(0, 0)[0])
+    with pytest.raises(ConfigError, match="and no dropout"):
+        model.train()(input_ids=part, use_cache=False)
+    seq.close()
+
+
+def test_dropout_in_the_attention_of_a_preset_is_refused() -> None:
+    model = Llama(CONFIG)
+    vars(model.model)["config"] = SimpleNamespace(**asdict(CONFIG), attention_dropout=0.2)
+    with pytest.raises(ConfigError, match=r"attention_dropout 0.2: .*nearest: 0.0"):
+        thinwire.sequence_parallel(model, thinwire.SequenceParallel(1))
 
 
 def hugging_face(method: str, kind: str = "llama", **more: Any) -> Any:
     """The gradients of a model of transformers: of one process, and of this one with another."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(kind, **{
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": LENGTH, **more,
-    })  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, **SIZES | more)
     tokens, targets = batch_of(1, 0)
     results = []
     for ranks in (1, 2):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from thinwire.errors import ConfigError, Problems, nearest_divisor
 from thinwire.methods.experts import ExpertParallel, ExpertPlacement, place_experts
@@ -40,9 +41,10 @@ def check_experts(model: nn.Module, options: ExpertParallel, world_size: int) ->
     with problems.collect():
         first = next(iter(experts_of(model).values()))
         if options.slices > 1 and not first.is_sliceable:
+            why = "pruning keeps other values of" if is_parametrized(module_of(first)) else "transformers keeps"
             raise ConfigError(
-                f"--experts.slices {options.slices}: transformers keeps an expert's hidden units in several ranges, so "
-                "its experts lie whole on a rank; nearest: --experts.slices 1"
+                f"--experts.slices {options.slices}: {why} an expert's hidden units in several ranges, so its experts "
+                "lie whole on a rank; nearest: --experts.slices 1"
             )
         with problems.collect():
             placement = place_experts(options, first.num_experts, first.inner if first.is_sliceable else 1, world_size)

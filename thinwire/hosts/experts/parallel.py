@@ -29,6 +29,7 @@ from thinwire.methods.experts.options import CODED
 from thinwire.methods.experts.traffic import chunks_text
 from thinwire.models.experts import Experts, between_ranks, mixed
 from thinwire.models.fused import FusedExperts
+from thinwire.models.kept import KeptValues
 from thinwire.models.moe import MoE
 from thinwire.models.row_hooks import row_hooks
 from thinwire.models.seam import experts_of, module_of
@@ -54,7 +55,7 @@ class ExpertRanks:
         comm: the ranks that share the experts.
         everyone: all ranks that train the model.
         replicas: global ranks that hold the same experts as this one.
-        shapes: of the whole tensors of experts, by parameter.
+        shapes: of the whole tensors of experts, by name, see `tensors_of`.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class ExpertRanks:
         work = between_ranks(row_hooks(module_of(experts)), partial(self.work, experts))
         return self.watch.ends(mixed(x, index, weights, experts.num_experts, experts.weigh_inputs, work))
 
-    def group_for(self, name: str, param: nn.Parameter) -> list[int] | None:
-        """The `group_for` of `thinwire.zero`: the ranks that hold replicas of a parameter; None: all."""
+    def group_for(self, name: str, tensor: Tensor) -> list[int] | None:
+        """The `group_for` of `thinwire.zero`: the ranks that hold replicas of a parameter or buffer; None: all."""
         return self.replicas if name in self.shapes else None
 
     def work(self, experts: Experts | FusedExperts, rows: Tensor, counts: Tensor) -> Tensor:
@@ -152,23 +153,23 @@ class ExpertRanks:
         stays: each rank keeps its part. The memory of all of these experts is needed at a time. A collective at the
         start, over the ranks that share the experts; exact, whatever codecs rows have. Not for training.
         """
-        held: list[tuple[nn.Parameter, Tensor]] = []
+        held: list[tuple[Tensor, Tensor]] = []
         modules = [module for module in model.modules() if vars(module).get(SPREAD) is self]
         for module in modules:
             # One message at a time, in the same order on all ranks.
-            for param in module.parameters():
-                parts = self.comm.wait(self.comm.all_gather_exact(param.data.contiguous()))
-                held.append((param, param.data))
-                param.data = self.placement.joined(parts)
+            for tensor in tensors_of(module).values():
+                parts = self.comm.wait(self.comm.all_gather_exact(tensor.data.contiguous()))
+                held.append((tensor, tensor.data))
+                tensor.data = self.placement.joined(parts)
         forwards = [vars(module).pop("forward") for module in modules]
         try:
             yield
         finally:
             for module, forward in zip(modules, forwards, strict=True):
                 vars(module)["forward"] = forward
-            for param, part in held:
-                part.copy_(self.placement.part(param.data, self.comm.rank))
-                param.data = part
+            for tensor, part in held:
+                part.copy_(self.placement.part(tensor.data, self.comm.rank))
+                tensor.data = part
 
     def follow(self, optimizer: ShardedOptimizer) -> None:
         """Let options that depend on a step have their effect: `once_a_step`, and a number of bytes as `release`."""
@@ -338,17 +339,17 @@ def expert_parallel(
     found = experts_of(model)
     modules = {name: module_of(each) for name, each in found.items()}
     asked, options = options, options.fitted(next(iter(found.values())).width)
-    tensors = {f"{at}.{name}": param for at, each in modules.items() for name, param in each.named_parameters()}
-    equal_bits(everyone, [param.data for param in tensors.values()])
+    tensors = {f"{at}.{name}": tensor for at, each in modules.items() for name, tensor in tensors_of(each).items()}
+    equal_bits(everyone, [tensor.data for tensor in tensors.values()])
     ranks, members = placement.ranks, neighbours(everyone.rank, placement.ranks, stride)
     comm = everyone
     if ranks < everyone.world_size:
         own = [everyone.global_ranks[rank] for rank in members]
         comm = make(own, local_size=along(everyone.topology, members), meter=everyone.meter)
-    shapes = {name: param.shape for name, param in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     made = ExpertRanks(options, placement, comm, everyone, shapes, stride, seed, asked)
-    for param in tensors.values():
-        param.data = placement.part(param.data, comm.rank).clone(memory_format=torch.contiguous_format)
+    for tensor in tensors.values():
+        tensor.data = placement.part(tensor.data, comm.rank).clone(memory_format=torch.contiguous_format)
     if options.capacity is not None:
         for layer in (module for module in model.modules() if isinstance(module, MoE)):
             layer.capacity_factor = options.capacity
@@ -357,6 +358,12 @@ def expert_parallel(
         modules[name].forward = torch.compiler.disable(partial(made.forward, experts))
         vars(modules[name])[SPREAD] = made
     return made
+
+
+def tensors_of(experts: nn.Module) -> dict[str, Tensor]:
+    """What ranks have their part of: parameters, and the places of the kept values of pruned experts in their rows."""
+    kept = {f"{at}.places": each.places for at, each in experts.named_modules() if isinstance(each, KeptValues)}
+    return {**dict(experts.named_parameters()), **kept}
 
 
 def spread_over(model: nn.Module) -> ExpertRanks | None:

@@ -55,7 +55,7 @@ def attention_of(model: nn.Module, tokens: int, itemsize: int = 4) -> Shape:
     # Attention by latent vectors; there, `head_dim` may be of the rotated part alone.
     if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:
         width, of_values = plain + config.qk_rope_head_dim, config.v_head_dim
-    for name in ("attention_dropout", "attn_pdrop"):
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(config, name, 0):
             raise ConfigError(f"{name} {getattr(config, name)}: parts of a sequence can't share a mask; nearest: 0.0")
     window = getattr(config, "sliding_window", None)

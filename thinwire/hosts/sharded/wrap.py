@@ -52,7 +52,7 @@ def zero(
     group: Group = None,
     local_size: int | None = None,
     axis: Axis | None = None,
-    group_for: Callable[[str, nn.Parameter], PartGroup] | None = None,
+    group_for: Callable[[str, Tensor], PartGroup] | None = None,
     bucket_numel: int | None = None,
     overlap: bool = False,
     seed: int = 0,
@@ -75,8 +75,8 @@ def zero(
         group: the ranks that hold replicas of this model: a process group, one dimension of a DeviceMesh, None for all.
         local_size: ranks per node; None: found from the launcher or host names.
         axis: from `parallelize`, in place of a group.
-        group_for: (name, parameter) -> another group inside `group`, or global ranks, for some parameters such as
-            experts; None for the main group. Their gradients are summed over that group and divided by the number of
+        group_for: (name, parameter or buffer) -> another group inside `group`, or global ranks, for some of them such
+            as experts; None for the main group. Their gradients are summed over that group and divided by the number of
             ranks of the main group, so the mean of all losses is trained. `expert_parallel` returns such a function.
         bucket_numel: elements of a bucket.
         overlap: let weights arrive during the next forward; then call optimizer.synchronize() before you read weights.
@@ -110,8 +110,8 @@ def zero(
     comms, numbers = [ranks.comm], dict[tuple[int, ...], int]()
     group_for = group_for or (axis.group_for if axis is not None else None)
 
-    def group_of(name: str, param: nn.Parameter) -> int:
-        special = group_for(name, param) if group_for is not None else None
+    def group_of(name: str, tensor: Tensor) -> int:
+        special = group_for(name, tensor) if group_for is not None else None
         if special is None:
             return 0
         members = tuple(ranks_of(special))
@@ -124,7 +124,7 @@ def zero(
             )
         return numbers[members]
 
-    chosen = {name: group_of(name, param) for name, param in model.named_parameters()}
+    chosen = {name: group_of(name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     levels = [method.levels(own.topology) for own in comms]
     if any(own.weights_over > 1 for own in levels):
         _check_cut(method, named, levels)

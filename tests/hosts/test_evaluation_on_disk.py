@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import thinwire
-from tests.hosts.test_offload import cut_small
+from tests.hosts.on_disk import cut_small
 from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.hosts.offload.replicas import Replicas
@@ -86,8 +86,6 @@ def test_an_evaluation_reads_ahead_and_leaves_the_steps_as_they_are(tmp_path: Pa
     for told in run_workers(runs, 2, tmp_path):
         for own, plain in told:
             assert own["losses"] == plain["losses"]
-            # The first one shows the order.
-            assert own["evaluations"][0][1] > NUM_LAYERS / 2
-            for uses, on_demand in own["evaluations"][1:]:
+            for uses, on_demand in own["evaluations"]:
                 assert uses > NUM_LAYERS and on_demand == 0, own["evaluations"]
             assert own["steps"][1:] == plain["steps"][1:] and max(own["steps"][1:]) < NUM_LAYERS

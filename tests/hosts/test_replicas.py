@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.hosts.test_offload import cut_small
+from tests.hosts.on_disk import cut_small
 from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.methods.memory import floor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.checkpoint.replicas import Replica, atoms
-from tests.hosts.test_offload import STEPS, assert_same, cut_small, followed
+from tests.hosts.on_disk import STEPS, assert_same, cut_small, followed
 from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.errors import ConfigError

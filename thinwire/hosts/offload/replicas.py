@@ -56,7 +56,8 @@ class Replicas:
     The order of use is learnt: an update goes through all buckets in order of forward, and each step is expected to use
     them in the same order as the last. The next buckets are read ahead, as many as fit, and the one that is needed last
     is evicted. If a step uses another order, buckets are loaded on demand. Forwards of an evaluation have an order of
-    their own, that of the last one, and are expected to go on from its end to its beginning.
+    their own, that of the last one, and are expected to go on from its end to its beginning; the first one is expected
+    to begin as a step does.
 
     A bucket's memory comes and goes inside the same storage, so that views of it, such as those that autograd saves,
     never show another bucket's weights.
@@ -216,7 +217,7 @@ class Replicas:
     def begin_evaluation(self) -> None:
         """Note that a forward without gradients begins."""
         self._uses = self._evaluation
-        self._uses.begin(2 * self._uses.seen)
+        self._uses.begin(2 * self._uses.seen or self._training.to_come)
 
     def end_evaluation(self) -> None:
         """Note that a forward without gradients has ended."""

@@ -110,7 +110,9 @@ class Residency:
         with problems.collect():
             check_types(self)
             if self.memory is not None and not read_bytes(self.memory):
-                raise ConfigError(f"memory {self.memory!r}: must be above 0")
+                raise ConfigError(f"memory {self.memory!r}: must be above 0; nearest: '1gb'")
+            if self.store == "":
+                raise ConfigError("store '': must name a folder; nearest: '/var/tmp/thinwire', or none")
             if isinstance(self.activations, str):
                 share_of(self.activations)
         with problems.collect():

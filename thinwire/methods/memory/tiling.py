@@ -26,7 +26,10 @@ class TileGrid:
     @classmethod
     def parse(cls, text: str) -> tuple[TileGrid, ...]:
         """The grids of a text such as "1x8" or "lm_head=1x16,mlp=2x4". Raises ConfigError with a valid spelling."""
-        return tuple(cls._of(part.strip()) for part in text.split(","))
+        grids = tuple(cls._of(part.strip()) for part in text.split(","))
+        if all(grid.inputs == grid.outputs == 1 for grid in grids):
+            raise ConfigError(f"tile {text!r}: one part cuts nothing; nearest: '1x2', or no tile")
+        return grids
 
     @classmethod
     def _of(cls, text: str) -> TileGrid:

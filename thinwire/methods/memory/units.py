@@ -17,7 +17,7 @@ def read_bytes(text: str, what: str = "memory") -> int:
     """Bytes of a text such as `2gb` or `512mib`. Raises ConfigError that names a valid spelling."""
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in UNITS:
-        hint = f"{found[1]}gb" if found else "2gb"
+        hint = f"{found[1]}gb" if found and float(found[1]) else "2gb"
         raise ConfigError(f"{what} {text!r}: is not a number and a unit of {', '.join(UNITS)}; did you mean {hint!r}?")
     return int(float(found[1]) * UNITS[found[2].lower()])
 

@@ -132,6 +132,15 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
             "--workers 8 --experts.parallel 8 --moe.num-local-experts 6",
             "nearest: --experts.parallel 2, or --experts.slices 4",
         ),
+        (
+            "--workers 8 --local-size 2 --experts.parallel 8 --experts.slices 4 --experts.route once",
+            "route 'once' with slices 4 on nodes of 2 ranks: an expert must lie in one node; nearest: route 'linear'",
+        ),
+        (
+            "--workers 8 --local-size 4 --experts.parallel 4 --sequence.parallel 2 --experts.slices 4 "
+            "--experts.route once",
+            "route 'once' with slices 4 on nodes of 2 ranks",
+        ),
         ("--workers 4 --experts.parallel 3", "must divide the 4 ranks; nearest: --experts.parallel 2"),
         ("--workers 4 --mesh data=2,expert=2 --experts.parallel 4", "give one of them"),
         ("--workers 4 --experts.parallel 4 --experts.slices 3", "and the 4 ranks of --experts.parallel; nearest: 2"),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from thinwire.collectives.topology import Topology
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.experts.checks import check_experts
+from thinwire.hosts.ranks import along, neighbours
 from thinwire.hosts.sequence.seams import attention_of
 from thinwire.launch.check_parts import check_compiled
 from thinwire.layout.mesh import MeshShape, check_beside
-from thinwire.methods.experts import check_data_method
+from thinwire.methods.experts import ExpertParallel, check_data_method, check_once
 from thinwire.methods.pipeline.across import REPLICAS
 from thinwire.methods.pipeline.cut import layers_of as layer_list
 from thinwire.methods.pipeline.inside import check_inside
@@ -250,7 +251,18 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
         problems.messages.append("--experts.* auto beside islands: not supported; nearest: state them")
     problems.note(check_experts, model, run.experts, shape.island_size or shape.world_size)
     problems.note(check_data_method, run.strategy)
+    problems.note(check_nodes, config, run.experts)
     problems.raise_any()
+
+
+def check_nodes(config: TrainConfig, experts: ExpertParallel) -> None:
+    """Raise ConfigError if an expert that rows reach once in a node lies on several nodes."""
+    shape = config.mesh_shape
+    axes = list(shape.sizes)
+    stride = prod(size for axis, size in shape.sizes.items() if "expert" in axes[: axes.index(axis)])
+    # Islands have their own nodes.
+    grid = Topology.stated(config.world_size, shape.island_size or config.local_size or config.workers)
+    check_once(experts.route, experts.slices, shape.expert, along(grid, neighbours(0, shape.expert, stride)))
 
 
 def capacity_rows(config: TrainConfig) -> list[Row]:

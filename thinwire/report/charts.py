@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from thinwire.report.run import RunFiles, number
@@ -58,7 +58,7 @@ def figures(run: RunFiles) -> list[Figure]:
     found = [loss_figure(run), bytes_figure(run), time_figure(run)]
     if run.last("predicted_pipeline_s") > 0:
         found.append(beside_figure(run, "pipeline_s", "in the pipeline"))
-    if run.last("predicted_experts_s") > 0:
+    if any(seconds > 0 for _, seconds in run.series("predicted_experts_s")):
         found.append(beside_figure(run, "experts_s", "in layers of experts"))
     if run.last("needed_capacity") > 0:
         found.append(experts_figure(run))
@@ -181,10 +181,12 @@ def beside_figure(run: RunFiles, key: str, where: str) -> Figure:
         words += f", {seconds_text(expected)} predicted" if math.isfinite(expected) else ""
         chart.hover(bin.left, bin.right, f"{bin.name}: {words}")
     chart.line(thin_out(predicted), "heldout")
-    legend = [
-        ("compute", f"measured: {run.typical_text(key, seconds_text)}"),
-        ("heldout", f"predicted: {seconds_text(run.last(f'predicted_{key}'))}"),
-    ]
+    typical = run.typical_text(key, seconds_text)
+    if not run.typical(key) > 0:
+        # The run has gone on without such a part.
+        typical = f"median {seconds_text(median([y for _, y in measured if y > 0]))}, none at the end"
+    last = [y for _, y in predicted if math.isfinite(y)][-1]
+    legend = [("compute", f"measured: {typical}"), ("heldout", f"predicted: {seconds_text(last)}")]
     notes = [note] if note else []
     if key == "pipeline_s":
         idle, expected = run.typical("bubble"), run.last("predicted_bubble")

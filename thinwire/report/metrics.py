@@ -121,6 +121,22 @@ class WayEvent:
     measured_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class TrafficEvent:
+    """What rank 0 had sent by a checkpoint; a resumed run may lie on other ranks.
+
+    Attributes:
+        after_step: the last step that counts.
+        first_step: the step after which the process was started.
+        sent_by: bytes of a step, on average since then, by message and level.
+    """
+
+    event: str = field(default="traffic", kw_only=True)
+    after_step: int
+    first_step: int
+    sent_by: dict[str, float]
+
+
 # Who waits at a change of membership, and from when, by noun; {} is for the seconds.
 WAITED = {
     "island": "this island waited {} from the start of the exchange that broke off",
@@ -128,7 +144,7 @@ WAITED = {
 }
 # Of a way.
 TRIED = "to be tried"
-RunEvent = MembershipEvent | WayEvent
+RunEvent = MembershipEvent | WayEvent | TrafficEvent
 
 
 class MetricsWriter:
@@ -187,10 +203,10 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """What a metrics file has between its steps: changes of membership, and of the way of rows to experts."""
+    """What a metrics file has between its steps: changes of membership and of the way of rows, and bytes by message."""
     found: list[RunEvent] = []
     for values in _lines(path):
-        for kind in (MembershipEvent, WayEvent):
+        for kind in (MembershipEvent, WayEvent, TrafficEvent):
             if values.get("event") == kind.event:
                 known = {item.name for item in fields(kind)}
                 found.append(kind(**{k: v for k, v in values.items() if k in known}))

@@ -260,12 +260,18 @@ def numbers(value: Any) -> str:
 
 
 def sent_table(run: RunFiles) -> str:
-    """Bytes that rank 0 sent in a step, by message and level."""
-    sent = run.summary.get("sent_by")
-    if not isinstance(sent, Mapping) or not sent:
-        return ""
-    rows = [(*name.rsplit(", ", 1), bytes_text(number(value))) for name, value in sent.items()]
-    return table("Bytes by message", ("message", "level", "of rank 0 and step"), rows)
+    """Bytes that rank 0 sent in a step, by message and level: of each start of the run, up to its last checkpoint."""
+    last = {
+        "first_step": run.summary.get("resumed_after", 0), "after_step": run.summary.get("steps"),
+        "sent_by": run.summary.get("sent_by"),
+    }  # fmt: skip
+    parts = [each for each in run.traffic if not run.summary or each.get("first_step") != last["first_step"]]
+    rows = []
+    for part in [*parts, last]:
+        sent = part["sent_by"] if isinstance(part.get("sent_by"), Mapping) else {}
+        steps = f"{number(part.get('first_step')) + 1:.0f} to {number(part.get('after_step')):.0f}"
+        rows += [(steps, *name.rsplit(", ", 1), bytes_text(number(value))) for name, value in sent.items()]
+    return table("Bytes by message", ("steps", "message", "level", "of rank 0 and step"), rows) if rows else ""
 
 
 def figure(item: Figure) -> str:

@@ -25,6 +25,7 @@ class RunFiles:
         plan: plan.json, empty if the run follows none.
         timeline: events of timeline.json; empty without a pipeline.
         ways: lines of metrics.jsonl on other ways of rows to experts.
+        traffic: its lines on bytes by message, one for each start of the run, up to its last checkpoint.
         memberships: its lines on islands or stages that were lost or joined.
         changed: when the last of these files was written; None if there is none.
     """
@@ -37,6 +38,7 @@ class RunFiles:
     plan: dict[str, Any] = field(default_factory=dict)
     ways: list[dict[str, Any]] = field(default_factory=list)
     memberships: list[dict[str, Any]] = field(default_factory=list)
+    traffic: list[dict[str, Any]] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -105,6 +107,7 @@ def read_run(run_dir: Path) -> RunFiles:
         changed=datetime.fromtimestamp(changed).astimezone(),
         plan=_object(_text(run_dir / "plan.json")),
         ways=[line for line in lines if line.get("event") == "way"],
+        traffic=[*{line.get("first_step"): line for line in lines if line.get("event") == "traffic"}.values()],
         memberships=[line for line in lines if line.get("event") == "membership"],
         timeline=_events(_text(run_dir / "timeline.json")),
     )

@@ -23,6 +23,7 @@ from thinwire.report.metrics import (
     MetricsWriter,
     RunEvent,
     StepMetrics,
+    TrafficEvent,
     WayEvent,
     medians,
 )
@@ -98,6 +99,10 @@ class Reporter:
         if is_news and event.why != TRIED:
             seconds = f" ({seconds_text(event.measured_s)} a layer)" if event.measured_s else ""
             self.progress.say(f"rows to experts after step {event.after_step}: {event.way}: {event.why}{seconds}")
+
+    def traffic(self, step: int, sent_by: Mapping[str, float]) -> None:
+        """Record the bytes of a step by message, which no summary will have if the run is killed."""
+        self._write(TrafficEvent(step, self.first_step, dict(sent_by)))
 
     def timeline(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Write what the stages of a pipeline did in one step, in Chrome's trace format."""

@@ -133,6 +133,8 @@ class Trainer:
                 stopped = self.stop.reason or "a signal to another rank"
             elif self.step < last and self._saves_now:
                 self.checkpoints.save(self.step)
+                if self.reporter is not None and self.stage.experts is not None:
+                    self.reporter.traffic(self.step, self._account.sent_by(self.step))
         if self.step < self.config.steps and not stopped:
             stopped = f"--stop-at {self.config.stop_at}"
         if self.optimizer.has_own_pace:

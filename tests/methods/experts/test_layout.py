@@ -95,7 +95,9 @@ def test_chunks_and_a_loose_capacity_change_no_bytes_and_a_tight_one_does() -> N
         ({"once_a_step": True}, "once_a_step True with move 'tokens': no weights travel; nearest: False"),
         ({"once_a_step": "auto"}, "once_a_step auto with move 'tokens'"),
         ({"weights": "bf16"}, "weights 'bf16' with move 'tokens': no weights travel; nearest: 'fp32'"),
-        ({"weights": "bf16", "move": "slices"}, "with move 'slices' of 1 slice: no weights travel"),
+        ({"weights": "bf16", "move": "slices"}, "with move 'slices': no weights travel"),
+        ({"move": "slices"}, "move 'slices' with 1 slice: no two ranks share an expert; nearest: 'tokens'"),
+        ({"move": "slices=2"}, "some of the 1 ranks of its expert, not one or all; .* nearest: 'tokens'"),
         (
             {"move": "slices=3", "slices": 8},
             "some of the 8 ranks of its expert, not one or all; their number divides these; nearest: 'slices=2'",
@@ -118,6 +120,9 @@ def test_explain_plans_the_experts_of_a_rank(capsys: pytest.CaptureFixture[str])
     assert "capacity_factor 0.5" in plain and "64 rows of an expert, of a rank's 512 tokens" in plain
     with pytest.raises(ConfigError, match=r"would take no row; nearest: 0.016"):
         run_explain([*command.split(), "--experts.parallel", "4", "--moe.capacity-factor", "0.01"])
+    once = ["--local-size", "2", "--experts.parallel", "8", "--experts.slices", "4", "--experts.route", "once"]
+    with pytest.raises(ConfigError, match="route 'once' with slices 4 on nodes of 2 ranks: an expert must lie in one"):
+        run_explain([*command.split(), "--nodes", "4", *once])
     assert "2 of 8 experts a rank" in spread and "experts move tokens" in spread
     assert "no effect" not in spread and "experts over" not in plain
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 from thinwire.collectives import Communicator
 from thinwire.collectives.all_to_all import Room
 from thinwire.collectives.two_hops import Rooms
-from thinwire.errors import ConfigError
 from thinwire.hosts.experts.once import Once
 from thinwire.hosts.experts.trip import ExpertWire
-from thinwire.methods.experts import ExpertParallel, ExpertPlacement
+from thinwire.methods.experts import ExpertParallel, ExpertPlacement, check_once
 from thinwire.methods.experts.options import CODED
 
 
@@ -41,11 +40,7 @@ def wire_of(
 def entering(wire: ExpertWire) -> Once:
     """The wires of a layer whose rows enter a node once. Raises ConfigError if several nodes share an expert."""
     grid, placement, rank = wire.comm.topology, wire.placement, wire.comm.rank
-    if grid.local_size % placement.slices:
-        raise ConfigError(
-            f"route 'once' with slices {placement.slices} on nodes of {grid.local_size} ranks: an expert must lie in "
-            "one node; nearest: route 'linear'"
-        )
+    check_once("once", placement.slices, grid.world_size, grid.local_size)
     place, first = grid.local_rank(rank), grid.rank(grid.node(rank), 0)
     between, inside = range(place, grid.world_size, grid.local_size), range(first, first + grid.local_size)
     nodes = ExpertPlacement(grid.num_nodes, grid.num_nodes)

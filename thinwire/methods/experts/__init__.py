@@ -3,7 +3,7 @@
 from thinwire.methods.experts.choice import choose_way, idle_s, room_bytes
 from thinwire.methods.experts.dictionary import MEASURE, Load, WayDictionary, way_text
 from thinwire.methods.experts.inside import averages_apart, check_data_method
-from thinwire.methods.experts.layout import ExpertPlacement, place_experts
+from thinwire.methods.experts.layout import ExpertPlacement, check_once, place_experts
 from thinwire.methods.experts.options import ExpertParallel
 from thinwire.methods.experts.traffic import Rows, facts, sent
 
@@ -16,6 +16,7 @@ __all__ = [
     "WayDictionary",
     "averages_apart",
     "check_data_method",
+    "check_once",
     "choose_way",
     "facts",
     "idle_s",

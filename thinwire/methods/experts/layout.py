@@ -103,3 +103,15 @@ def place_experts(
             f"experts; nearest: {', or '.join(works)}"
         )
     return ExpertPlacement(experts, ranks, slices)
+
+
+def check_once(route: str, slices: int, ranks: int, local_size: int) -> None:
+    """Raise ConfigError for rows that enter a node once where an expert's slices lie on several nodes.
+
+    ranks: that share the experts. local_size: of them in a node.
+    """
+    if route == "once" and 1 < local_size < ranks and local_size % slices:
+        raise ConfigError(
+            f"route 'once' with slices {slices} on nodes of {local_size} ranks: an expert must lie in one node; "
+            "nearest: route 'linear'"
+        )

@@ -104,6 +104,8 @@ class ExpertParallel:
     def _check_move(self) -> None:
         """Raise ConfigError for a word that is none of those above, and for a number of ranks that can't be."""
         name, has_number, number = self.move.partition("=")
+        if self.move == "slices" and self.slices == 1:
+            raise ConfigError("move 'slices' with 1 slice: no two ranks share an expert; nearest: 'tokens'")
         if not has_number and name in (*MOVES, AUTO):
             return
         divisors = [n for n in range(2, self.slices) if self.slices % n == 0]
@@ -111,7 +113,7 @@ class ExpertParallel:
             raise ConfigError(f"move {self.move!r}: no such choice{nearest(name, (*MOVES, 'slices=2', AUTO))}")
         if int(number) not in divisors:
             near = min(divisors, key=lambda each: abs(each - int(number)), default=0)
-            words = f"slices={near}" if near else "slices"
+            words = f"slices={near}" if near else "slices" if self.slices > 1 else "tokens"
             raise ConfigError(
                 f"move {self.move!r}: a row goes to some of the {self.slices} ranks of its expert, not one or all; "
                 f"their number divides these; nearest: {words!r}"
@@ -149,8 +151,7 @@ class ExpertParallel:
             still = {}
         for name, what in still.items():
             if (stated := getattr(self, name)) not in (FP32, EXACT):
-                of = " of 1 slice" if self.move == "slices" else ""
-                yield f"{name} {stated!r} with move {self.move!r}{of}: no {what} travel; nearest: {FP32!r}"
+                yield f"{name} {stated!r} with move {self.move!r}: no {what} travel; nearest: {FP32!r}"
         if self.release not in ("now", AUTO) and self.move == "experts":
             yield f"release {self.release} with move 'experts': there are no rows between which to be; nearest: 'now'"
         if self.once_a_step and not (self.move in ("experts", AUTO) or (self.moves_slices and self.slices > 1)):

@@ -11,7 +11,7 @@ from itertools import chain, product
 import torch
 
 from thinwire.collectives.all_to_all import NUMBER_BYTES, rows_bytes
-from thinwire.methods.experts.layout import ExpertPlacement
+from thinwire.methods.experts.layout import ExpertPlacement, check_once
 from thinwire.methods.experts.options import CODED, ExpertParallel
 from thinwire.table import Row
 
@@ -153,8 +153,9 @@ def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, l
     """The same where a token enters a node once, by the rank at its source's place.
 
     Between nodes: its row, the weights and numbers of its experts, and one sum; back, the gradients of weights. Inside:
-    exact rows of all that entered.
+    exact rows of all that entered. Raises ConfigError as `check_once`.
     """
+    check_once(options.route, placement.slices, placement.ranks, local_size)
     outer: list[HopBytes] = [{}, {}, {}, {}]
     num_nodes, per_node = placement.ranks // local_size, placement.experts * local_size // placement.ranks
     weights = rows.top_k * rows.of_weights.itemsize

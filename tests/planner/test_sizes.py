@@ -16,8 +16,8 @@ from thinwire.planner.plan import plan
 def test_arguments_of_a_plan_are_checked_like_flags() -> None:
     with pytest.raises(ConfigError) as error:
         plan(
-            "tiny", cast(Any, "machine.json"), tokens_per_step=cast(Any, 2048.0), tensor=0, vocab_size=-3, axes=("tenser",),
-            tables={"lama": {}}, residency={"stores": "none"}, reserved_bytes=cast(Any, float("nan")),
+            "tiny", cast(Any, "machine.json"), tokens_per_step=cast(Any, 2048.0), tensor=0, vocab_size=-3,
+            axes=("tenser",), tables={"lama": {}}, residency={"stores": "none"}, reserved_bytes=cast(Any, float("nan")),
         )  # fmt: skip
     for part in (
         "machine 'machine.json': must be a Machine", "tokens_per_step 2048.0: must be a whole number", "tensor 0: must",

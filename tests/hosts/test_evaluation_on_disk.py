@@ -86,6 +86,7 @@ def test_an_evaluation_reads_ahead_and_leaves_the_steps_as_they_are(tmp_path: Pa
     for told in run_workers(runs, 2, tmp_path):
         for own, plain in told:
             assert own["losses"] == plain["losses"]
-            for uses, on_demand in own["evaluations"]:
-                assert uses > NUM_LAYERS and on_demand == 0, own["evaluations"]
+            for number, (uses, on_demand) in enumerate(own["evaluations"]):
+                # What a step keeps for its backward, the first evaluation did not expect to use again: a layer's two.
+                assert uses > NUM_LAYERS and on_demand <= (0 if number else 2), own["evaluations"]
             assert own["steps"][1:] == plain["steps"][1:] and max(own["steps"][1:]) < NUM_LAYERS

@@ -101,22 +101,13 @@ def plan(
     counts = {**sizes, "vocab_size": vocab_size, "stages": stages, "tensor": tensor}
     problems = Problems(wrong_arguments(model, machine, counts, axes, tables, residency, reserved_bytes))
     problems.raise_any()
-    own = tables.get(model_table(model) or "") if isinstance(model, str) else None
-    llama = build_skeleton(model, vocab_size, seq_len, own) if isinstance(model, str) else model
-    if not isinstance(llama, Llama):
-        raise ConfigError(f"model {model}: only presets such as demo can be planned for; nearest: demo")
-    ranks = machine.num_ranks
+    llama, ranks = shapes_of(model, vocab_size, seq_len, tables), machine.num_ranks
     problems.messages += wrong_sizes(
         llama, ranks, tokens_per_step=tokens_per_step, seq_len=seq_len, micro_batch=micro_batch, stages=stages
     )
     problems.messages += wrong_experts(llama, tables)
-    # NaN is above nothing.
-    if memory_bytes is not None and not memory_bytes > 0:
-        problems.messages.append(f"memory_bytes {memory_bytes:g}: must be above 0; nearest: None, all of the machine's")
+    problems.messages += wrong_choices(memory_bytes, dtype, loss)
     choice = problems.note(partial(choice_of, has_settings=has_settings), strategies, tables, optimizer)
-    for name, value, known in (("dtype", dtype, DTYPES), ("loss", loss, LOSSES)):
-        if value not in known:
-            problems.messages.append(f"{name} {value!r}: no such choice{nearest(value, known)}")
     problems.raise_any()
     assert choice is not None
     choice = replace(choice, is_mixture=isinstance(llama, MoELlama))
@@ -157,6 +148,27 @@ def plan(
         machine, found, tokens_per_step, seq_len, pricing, choice.objective, tuple(left),
         budget="" if machine.on_gpu else budget,
     )  # fmt: skip
+
+
+def shapes_of(model: str | Llama, vocab_size: int, seq_len: int, tables: Tables) -> Llama:
+    """The model, of which only the shapes are used; raises ConfigError for one that can't be planned for."""
+    own = tables.get(model_table(model) or "") if isinstance(model, str) else None
+    llama = build_skeleton(model, vocab_size, seq_len, own) if isinstance(model, str) else model
+    if not isinstance(llama, Llama):
+        raise ConfigError(f"model {model}: only presets such as demo can be planned for; nearest: demo")
+    return llama
+
+
+def wrong_choices(memory_bytes: float | None, dtype: str, loss: str) -> list[str]:
+    """Messages about a memory, a dtype and a loss that can't be."""
+    messages = []
+    # NaN is above nothing.
+    if memory_bytes is not None and not memory_bytes > 0:
+        messages.append(f"memory_bytes {memory_bytes:g}: must be above 0; nearest: None, all of the machine's")
+    for name, value, known in (("dtype", dtype, DTYPES), ("loss", loss, LOSSES)):
+        if value not in known:
+            messages.append(f"{name} {value!r}: no such choice{nearest(value, known)}")
+    return messages
 
 
 def nothing_fits(found: Search, pricing: Pricing, memory: float, fits: Callable[[float], bool]) -> ConfigError:

@@ -211,8 +211,10 @@ class Replicas:
         self._training.begin([*read, *self._training.seen[self._num_updated :]])
 
     def end_update(self) -> None:
-        """Note that what is used from now on belongs to the next forward."""
+        """Note that what is used from now on belongs to the next forward. Starts to read it."""
         self._num_updated = len(self._training.seen)
+        self._in_use = set()
+        self._read_ahead()
 
     def begin_evaluation(self) -> None:
         """Note that a forward without gradients begins."""

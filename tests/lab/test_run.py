@@ -88,7 +88,7 @@ def test_every_line_comes_with_its_rank(lab: LabNetwork) -> None:
 
 
 def test_a_dead_rank_ends_the_others_and_is_named(lab: LabNetwork) -> None:
-    job, _ = run(lab, ["sh", "-c", "test $RANK != 2 || exit 9; sleep 1000"], grace_s=0.2)
+    job, _ = run(lab, ["sh", "-c", "test $RANK != 2 || exit 9; sleep 1000"], grace_s=2.0)
     assert job.failed == (2, 9) and job.exit_code == 9 and job.was_cut
     assert job.poll() == [-signal.SIGTERM, -signal.SIGTERM, 9, -signal.SIGTERM]
 

@@ -33,7 +33,7 @@ def test_a_run_of_a_mixture_measures_plans_and_trains(runner: CommandRunner) -> 
         "mixture", "--experts.dispatch", "bf16", strategy="auto", model="moe-tiny", optimizer="muon", steps=2,
         local_size=1,
     )  # fmt: skip
-    assert "GFLOP/s a rank" in printed and "counted, but AdamW's where the model is cut" in " ".join(printed.split())
+    assert "GFLOP/s a rank" in printed and "counted, but AdamW's where ranks share experts" in " ".join(printed.split())
     config = read_toml(runner.folder / "mixture" / "config.toml", Problems())
     told = json.loads((runner.folder / "mixture" / "plan.json").read_text())
     assert config.strategy != "auto" and config.optimizer == "muon" and len(runner.metrics("mixture")) == 2

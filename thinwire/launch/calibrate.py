@@ -110,7 +110,7 @@ def check(config: CalibrateConfig, problems: Problems) -> None:
 def start_ranks(config: CalibrateConfig, args: Sequence[str]) -> int:
     """Start this machine's ranks with torchrun; each of them runs the command again."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    from torch.distributed.run import parse_args, run
 
     from thinwire.launch.agent import LOOPBACK
     from thinwire.launch.machine import free_port, threads_per_worker
@@ -123,7 +123,10 @@ def start_ranks(config: CalibrateConfig, args: Sequence[str]) -> int:
     grid |= {"master-addr": host, "master-port": port}
     words = [f"--{name}={value}" for name, value in grid.items()]
     try:
-        main([*words, "-m", "thinwire", "calibrate", *args])
+        own = parse_args([*words, "-m", "thinwire"])
+        # Not parsed: torchrun would take --node for a short form of two flags of its own.
+        own.training_script_args = ["calibrate", *args]
+        run(own)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise ThinwireError(f"rank {rank} ended with exit code {failure.exitcode}; its message is above") from None

@@ -33,9 +33,9 @@ class DiskRows(RowStore):
         self._noted = torch.zeros(num_rows, dtype=torch.int64)
         self._canary_place = file.num_bytes
         file.grow(file.num_bytes + self.row_bytes)
-        memory = pages(aligned(self.row_bytes))
-        memory[: self.row_bytes] = canary(self.row_bytes)
-        file.write(self._canary_place, memory)
+        self._canary = pages(aligned(self.row_bytes))
+        self._canary[: self.row_bytes] = canary(self.row_bytes)
+        file.write(self._canary_place, self._canary)
         self._staging = [pages(max(STAGING_BYTES, aligned(self.row_bytes) + BLOCK_BYTES)) for _ in range(2)]
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-rows")
 
@@ -69,9 +69,8 @@ class DiskRows(RowStore):
             if number + 1 < len(reads):
                 coming = self._reader.submit(self._read, wanted, reads[number + 1], (number + 1) % 2)
             torch.index_select(rows, 0, wanted[first:end] - wanted[first], out=found[first:end])
-        memory = self._staging[0][: aligned(self.row_bytes)]
-        self.file.read(self._canary_place, memory)
-        self._check_canary(memory[: self.row_bytes])
+        self.file.read(self._canary_place, self._canary)
+        self._check_canary(self._canary[: self.row_bytes])
         return found
 
     def _runs(self, wanted: Tensor) -> Iterator[tuple[int, int]]:

@@ -20,10 +20,19 @@ def generate(
     `model(tokens)` returns logits [batch, seq, vocab]; the context is cropped to its last `model.max_seq_len` tokens.
     Temperature 0 takes the most likely token. Returns int64 [batch, seq + num_new]; train or eval mode is restored.
 
-    multiple: the context gets zeros behind it up to a multiple of so many tokens, which changes no logit of a causal
-    model beyond rounding: the CPU's compiled kernels take memory for each new length.
+    multiple: see `padded`.
     """
     return torch.cat((tokens, *generate_tokens(model, tokens, num_new, temperature, generator, multiple)), dim=1)
+
+
+def padded(tokens: Tensor, multiple: int, most: int) -> Tensor:
+    """Tokens [batch, seq] with zeros behind them up to a multiple of so many tokens, or to `most`.
+
+    That changes no logit of a causal model beyond rounding, and the CPU's compiled kernels take memory for each new
+    length.
+    """
+    length = tokens.shape[1]
+    return nn.functional.pad(tokens, (0, min(most, -(-length // multiple) * multiple) - length))
 
 
 def generate_tokens(
@@ -41,10 +50,9 @@ def generate_tokens(
     try:
         for _ in range(num_new):
             given = tokens[:, -context:]
-            length = given.shape[1]
-            padded = nn.functional.pad(given, (0, min(context, -(-length // multiple) * multiple) - length))
+            longer = padded(given, multiple, context)
             with torch.no_grad():
-                logits = model(padded)[:, length - 1 - padded.shape[1]].float()
+                logits = model(longer)[:, given.shape[1] - 1 - longer.shape[1]].float()
             if temperature > 0:
                 chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             else:

@@ -321,16 +321,20 @@ class Engine:
     def continuing(self) -> nn.Module:
         """The module that generates text."""
         pipeline = self.stage.pipeline
-        return self.model if pipeline is None else LastLogits(pipeline.forward, self.model)
+        return self.model if pipeline is None else LastLogits(pipeline.forward, self.model, self._multiple)
+
+    @property
+    def _multiple(self) -> int:
+        """Of how many tokens the lengths of a sample are multiples."""
+        # Rows of a mixture that are no text would take room from others.
+        return PADDED if self.config.memory is not None and not isinstance(self.model, MoELlama) else 1
 
     def continued(self, prompt: list[int], num_new: int) -> list[int]:
         """The prompt and the model's continuation. Call it on all ranks that share the first copy of the model."""
         generator = torch.Generator(self.device.torch).manual_seed(self.config.seed)
         (tokens,) = self.device.take([torch.tensor([prompt])])
-        # Rows of a mixture that are no text would take room from others.
-        is_alone = self.continuing is self.model and not isinstance(self.model, MoELlama)
+        multiple = self._multiple if self.continuing is self.model else 1
         with self._autocast():
-            multiple = PADDED if is_alone and self.config.memory is not None else 1
             return generate(self.continuing, tokens, num_new, 0.8, generator, multiple)[0].tolist()
 
     def close(self) -> None:

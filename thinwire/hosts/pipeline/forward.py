@@ -15,6 +15,7 @@ from thinwire.hosts.pipeline.runner import Runner
 from thinwire.hosts.pipeline.vocabulary import whole_logits
 from thinwire.methods.pipeline import Plan
 from thinwire.methods.pipeline.plan import AGREE, BACKWARD, EMBED, FORWARD, SCATTER, SCORE, TRAIN, ordered, straight
+from thinwire.models.generation import padded
 
 
 class StageForward:
@@ -30,18 +31,18 @@ class StageForward:
         self.part, self.comm, self._running = part, comm, running
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, targets: Tensor | None = None, *, last_only: bool = False) -> Tensor:
+    def __call__(self, tokens: Tensor, targets: Tensor | None = None, *, only: int | None = None) -> Tensor:
         """See PipelineStage.forward."""
         made = self.part.made
         output = self._runner.evaluate([(tokens, targets)], [1.0])
         source = made.home[-1]
         shape: list[int] = []
         if targets is None and made.vocabulary is not None:
-            own = output[:, -1:] if last_only else output
+            own = output if only is None else output[:, only : only + 1]
             logits = self.comm.wait(self.comm.all_gather_exact(own.to(made.dtype).contiguous()))
             return whole_logits(logits, made.vocabulary.size)
         if targets is None:
-            output = output[:, -1:] if last_only and self.comm.rank == source else output
+            output = output if only is None or self.comm.rank != source else output[:, only : only + 1]
             sizes = torch.tensor([*output.shape] if output.ndim else [0, 0, 0])
             shape = self.comm.wait(self.comm.all_gather_exact(sizes)).view(-1, 3)[source].tolist()
         # Autocast may have left it in another dtype where the head is.
@@ -68,14 +69,14 @@ class StageForward:
 class LastLogits(nn.Module):
     """A pipeline in the form in which a text generator calls a model: it returns the logits of the last token only.
 
-    forward: see PipelineStage.forward. model: has `max_seq_len`.
+    forward: see PipelineStage.forward. model: has `max_seq_len`. multiple: see `padded`.
     """
 
-    def __init__(self, forward: Callable[..., Tensor], model: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Tensor], model: nn.Module, multiple: int = 1) -> None:
         super().__init__()
-        self.logits_of, self.model = forward, model
+        self.logits_of, self.model, self.multiple = forward, model, multiple
         self.max_seq_len: Any = model.max_seq_len
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, 1, vocab]. A collective over the pipeline."""
-        return self.logits_of(tokens, last_only=True)
+        return self.logits_of(padded(tokens, self.multiple, self.max_seq_len), only=tokens.shape[1] - 1)

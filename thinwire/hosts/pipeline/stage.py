@@ -169,13 +169,13 @@ class PipelineStage:
         own = torch.tensor([float(part) * self.num_stages], dtype=torch.float64)
         return float(everyone.wait(everyone.all_gather_exact(own)).mean())
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, last_only: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, only: int | None = None) -> Tensor:
         """Logits of tokens [batch, seq], or the mean loss, on every rank of the pipeline. A collective over it.
 
-        Without gradients. last_only: only the logits of the last token.
+        Without gradients. only: the place of the token whose logits alone are returned, [batch, 1, vocab].
         """
         self._call_by(models_own)
-        return self._forward(tokens, targets, last_only=last_only)
+        return self._forward(tokens, targets, only=only)
 
     def weights_written(self) -> None:
         """Note that something other than `step` has written this stage's weights. Copies elsewhere are sent again."""

@@ -52,6 +52,24 @@ def test_what_a_plan_does_not_know_or_take_is_told(tmp_path: Path, capsys: pytes
     assert "the way to the loss takes 1.20 times as long" in told[1] and "1.5 times the tokens of exact" in told[1]
 
 
+def test_what_train_refuses_a_plan_refuses_in_the_same_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "machine.json").write_text(
+        replace(machine(FAST), rates={**machine(FAST).rates, "encode bf16": 1e9}).to_json()
+    )
+    monkeypatch.chdir(tmp_path)
+    for flags, told in (
+        ("--slices 0", "--slices 0: must be at least 1; nearest: 1"),
+        ("--slices -1", "--slices -1: must be at least 1; nearest: 1"),
+        ("--powersgd.rank 0", "rank 0"),
+        ("--sdp4bit.weights foo", "foo"),
+        ("--dtype bf16", r"calibrate it anew, with --dtypes fp32 bf16"),
+        ("--machine .", r"\.: is a folder; nearest: machine\.json; thinwire calibrate --out machine\.json writes it"),
+    ):
+        with pytest.raises(ConfigError, match=told) as caught:
+            run_plan(["--model", "tiny", "--strategies", "zero", "--stages", "1", *flags.split()])
+        assert len(caught.value.problems) == 1
+
+
 def test_a_plan_is_a_configuration_with_its_prediction(tmp_path: Path) -> None:
     file, out = tmp_path / "machine.json", tmp_path / "plan.toml"
     file.write_text(machine(FAST, bad=(0, 2)).to_json())

@@ -138,7 +138,8 @@ class Machine:
 
         kind: LAYER, or MIXTURE of a mixture's.
         """
-        known = [each.split() for each in self.rates if each.endswith(dtype)]
+        # That of a codec may end with the same type.
+        known = [each.split() for each in self.rates if each.startswith((LAYER, MIXTURE)) and each.endswith(dtype)]
         widths = [int(words[1]) for words in known if words[0] == kind]
         if not widths:
             near = [] if known else ["--dtypes fp32 bf16"]
@@ -199,6 +200,11 @@ class Machine:
         """The machine in a file. Raises ConfigError."""
         try:
             text = Path(path).read_text(encoding="utf-8")
+        except IsADirectoryError:
+            near = Path(path) / "machine.json"
+            raise ConfigError(
+                f"{path}: is a folder; nearest: {near}; thinwire calibrate --out {near} writes it"
+            ) from None
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; thinwire calibrate --out {path} writes it") from None
         except UnicodeDecodeError:

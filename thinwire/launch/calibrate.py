@@ -83,16 +83,21 @@ def check(config: CalibrateConfig, problems: Problems) -> None:
     """Note everything that can't work."""
     from thinwire.calibration.machine import wrong_dtypes
     from thinwire.codecs.grammar import read
+    from thinwire.collectives import Topology
     from thinwire.device import choose
+    from thinwire.launch.machine import check_join
+    from thinwire.planner.outputs import unwritable
+    from thinwire.run.config import node_errors, number_errors
 
     problems.note(choose, config.device, int(os.environ.get("LOCAL_WORLD_SIZE", config.workers)))
-    for name, lowest in (("workers", 1), ("nodes", 1), ("node", 0)):
-        if getattr(config, name) < lowest:
-            problems.messages.append(f"--{name} {getattr(config, name)}: must be at least {lowest}; nearest: {lowest}")
-    if config.nodes > 1 and not config.join:
-        problems.messages.append(f"--nodes {config.nodes} needs --join HOST:PORT, where HOST is node 0")
-    if config.node >= config.nodes >= 1:
-        problems.messages.append(f"--node {config.node}: nodes are numbered 0 to {config.nodes - 1}")
+    wrong = [*number_errors(config), *node_errors(config.nodes, config.node, config.join)]
+    problems.messages += wrong
+    if "RANK" not in os.environ:
+        # Of a rank that torchrun has started, node 0 listens already.
+        problems.note(check_join, config.join, config.node)
+    if config.local_size is not None and not wrong:
+        world_size = int(os.environ.get("WORLD_SIZE", config.nodes * config.workers))
+        problems.note(Topology.stated, world_size, config.local_size)
     if not config.models:
         problems.messages.append("--models is empty: name at least one; nearest: --models demo")
     for name in config.models:
@@ -103,8 +108,7 @@ def check(config: CalibrateConfig, problems: Problems) -> None:
         problems.note(read, text)
     if config.disk is not None and not Path(config.disk).is_dir():
         problems.messages.append(f"--disk {config.disk}: no such folder; nearest: --disk .")
-    if not Path(config.out).absolute().parent.is_dir():
-        problems.messages.append(f"--out {config.out}: its folder does not exist")
+    problems.messages += unwritable("--out", Path(config.out), CalibrateConfig.out)
 
 
 def start_ranks(config: CalibrateConfig, args: Sequence[str]) -> int:

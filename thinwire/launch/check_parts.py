@@ -15,7 +15,6 @@ from thinwire.collectives.topology import Topology
 from thinwire.data import documents, load_tokenizer
 from thinwire.device import choose as choose_device
 from thinwire.errors import ConfigError, Problems
-from thinwire.launch.machine import free_port, port_is_free
 from thinwire.losses import head_of, loss_in_effect
 from thinwire.methods.interface import Method
 from thinwire.methods.pipeline.cut import SPREAD
@@ -168,20 +167,6 @@ def check_documents(config: TrainConfig) -> None:
     }
     problems.messages += [f"--documents beside {what}; leave one of both out" for what, is_so in wrong.items() if is_so]
     problems.raise_any()
-
-
-def check_join(config: TrainConfig) -> None:
-    """Raise ConfigError for a malformed address, or if node 0's port is in use."""
-    if config.join is None:
-        return
-    host, _, port = config.join.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--join {config.join}: must be HOST:PORT, such as 192.168.1.10:29500")
-    if config.node == 0 and not port_is_free(int(port)):
-        raise ConfigError(
-            f"--join {config.join}: port {port} is in use on this machine; take another, the same on all machines, "
-            f"such as {free_port()}"
-        )
 
 
 def loss_of(config: TrainConfig) -> tuple[Any, str]:

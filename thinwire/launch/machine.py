@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from thinwire.errors import ConfigError
 from thinwire.report.machine import num_cores
 
 SIOCGIFADDR = 0x8915
@@ -70,6 +71,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+def check_join(join: str | None, node: int) -> None:
+    """Raise ConfigError for a malformed address, or if node 0's port is in use. node: the number of this machine."""
+    if join is None:
+        return
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--join {join}: must be HOST:PORT, such as 192.168.1.10:29500")
+    if node == 0 and not port_is_free(int(port)):
+        raise ConfigError(
+            f"--join {join}: port {port} is in use on this machine; take another, the same on all machines, such as "
+            f"{free_port()}"
+        )
 
 
 def threads_per_worker(num_workers: int) -> tuple[int, str]:

@@ -37,7 +37,6 @@ from thinwire.launch.check_parts import (
     check_data,
     check_documents,
     check_fault,
-    check_join,
     check_minutes,
     check_model,
     check_teacher,
@@ -46,7 +45,7 @@ from thinwire.launch.check_parts import (
     loss_of,
 )
 from thinwire.launch.check_resume import check_resume, saved_config
-from thinwire.launch.machine import choose_dtype, threads_per_worker
+from thinwire.launch.machine import check_join, choose_dtype, threads_per_worker
 from thinwire.launch.start import Start
 from thinwire.methods.pipeline.inside import check_recovers, check_spread
 from thinwire.methods.pipeline.options import Pipeline
@@ -92,7 +91,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
         RunDir(config.run_dir).check(config.node, resume=config.resume, overwrite=config.overwrite)
     for text in config.inject:
         problems.note(check_fault, text, config)
-    problems.note(check_join, config)
+    problems.note(check_join, config.join, config.node)
     if config.plan and config.node == 0:
         problems.note(read_plan, config)
     problems.note(check_data, config)

@@ -26,12 +26,12 @@ def wrong_outputs(config: PlanConfig) -> Iterator[str]:
     yield from found or overwritten(config, written)
 
 
-def unwritable(option: str, path: Path) -> Iterator[str]:
-    """Yield why nothing can be written to the file of an option."""
+def unwritable(option: str, path: Path, usual: str = "") -> Iterator[str]:
+    """Yield why nothing can be written to the file of an option. usual: its usual name, if it is none of a plan's."""
     if not path.absolute().parent.is_dir():
         yield f"{option} {path}: its folder does not exist; nearest: {option} {path.name}"
     elif path.is_dir():
-        yield f"{option} {path}: is a folder; nearest: {option} {path / NAMES[option]}"
+        yield f"{option} {path}: is a folder; nearest: {option} {path / (usual or NAMES[option])}"
     elif why := unusable_folder(path.absolute().parent):
         yield f"{option} {path}: {why}"
 

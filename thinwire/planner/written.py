@@ -16,7 +16,7 @@ from thinwire.data import load_tokenizer
 from thinwire.errors import ConfigError, Problems
 from thinwire.methods.pipeline.across import STAGES
 from thinwire.models import Llama, build_skeleton
-from thinwire.options import PIPELINE, model_table
+from thinwire.options import LAYOUT_TABLES, PIPELINE, check_unused, model_table
 from thinwire.planner.choice import unpriced
 from thinwire.planner.memory import Estimator, fitted, read_runs
 from thinwire.planner.optimizers import ADAMW
@@ -27,7 +27,7 @@ from thinwire.planner.prices import reserved_bytes
 from thinwire.planner.sizes import wrong_experts, wrong_sizes
 from thinwire.planner.table import PLAIN_WIDTH, columns_told, ranking, reasons_of
 from thinwire.planner.training_plan import TrainingPlan, with_tables
-from thinwire.run.config import TrainConfig
+from thinwire.run.config import TrainConfig, number_errors
 from thinwire.run.optimizer import read_optimizer
 from thinwire.run.places import residency_of, residency_options
 from thinwire.run.settings import to_toml
@@ -40,17 +40,20 @@ FAR = 1.5
 def made_plan(config: PlanConfig, problems: Problems) -> TrainingPlan:
     """Plan as asked, and print the reasons. Raises ConfigError with all errors at once."""
     machine = problems.note(Machine.read, config.machine)
-    options = problems.note(residency_options, asked_of(config)) or {}
+    problems.messages += (wrong_numbers := list(number_errors(asked_of(config))))
+    options = {} if wrong_numbers else problems.note(residency_options, asked_of(config)) or {}
     own = dict(options)
     typed = own.pop("memory", None)
     memory = None if typed is None else problems.note(read_bytes, typed)
-    if typed is None or memory is not None:
+    if (typed is None or memory is not None) and not wrong_numbers:
         problems.note(residency_of, asked_of(config))
     on_gpu = machine is not None and machine.on_gpu
     learnt = None if config.runs is None else problems.note(learnt_memory, config.runs, on_gpu)
     stated = map(str.strip, config.strategies.split(","))
     names = None if config.strategies.strip() == "all" else tuple(filter(None, stated))
     problems.messages += unpriced(names) if names is not None else []
+    for used in sorted(config.tables.keys() - LAYOUT_TABLES.keys()):
+        problems.note(check_unused, used, config.tables[used])
     if config.optimizer is not None:
         problems.note(read_optimizer, config.optimizer)
     if config.verify < 0:

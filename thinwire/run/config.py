@@ -326,8 +326,8 @@ FIXED_ON_RESUME = (
 )  # fmt: skip
 
 
-def range_errors(config: TrainConfig) -> Iterator[str]:
-    """One message for each number out of its range and each pair of fields that contradict each other."""
+def number_errors(config: Any) -> Iterator[str]:
+    """One message for each field of a dataclass that is out of its range. Fields count by their names."""
     for item in fields(config):
         value, lowest = getattr(config, item.name), LOWEST.get(item.name, -math.inf)
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -338,6 +338,19 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
             yield f"{flag(item.name)} {value}: must be above 0"
         elif lowest is not None and value < lowest:
             yield f"{flag(item.name)} {value}: must be at least {lowest}; nearest: {lowest}"
+
+
+def node_errors(nodes: int, node: int, join: str | None) -> Iterator[str]:
+    """One message for a machine's number that there is not, and one for several machines that can't meet."""
+    if node >= nodes >= 1:
+        yield f"--node {node}: nodes are numbered 0 to {nodes - 1}; nearest: {nodes - 1}"
+    if nodes > 1 and not join:
+        yield f"--nodes {nodes} needs --join HOST:PORT, where HOST is node 0"
+
+
+def range_errors(config: TrainConfig) -> Iterator[str]:
+    """One message for each number out of its range and each pair of fields that contradict each other."""
+    yield from number_errors(config)
     for option, stated in (("--sequence.parallel", config.sequence), ("--experts.parallel", config.experts)):
         if stated is not None and stated < 1:
             yield f"{option} {stated}: must be at least 1; nearest: 1"
@@ -347,8 +360,7 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
         yield "--run-dir is empty: give a folder, such as runs/run"
     if config.resume and config.overwrite:
         yield "--resume and --overwrite contradict each other: give one of them"
-    if config.node >= config.nodes >= 1:
-        yield f"--node {config.node}: nodes are numbered 0 to {config.nodes - 1}; nearest: {config.nodes - 1}"
+    yield from node_errors(config.nodes, config.node, config.join)
     ranks = range(config.world_size)
     if config.order and (config.order[0] != 0 or sorted(config.order) != list(ranks)):
         rest = [rank for rank in dict.fromkeys(config.order) if rank in ranks[1:]]
@@ -357,8 +369,6 @@ def range_errors(config: TrainConfig) -> Iterator[str]:
             f"--order {' '.join(map(str, config.order))}: must name each of the ranks 0 to {config.world_size - 1} "
             f"once, and 0, which writes the results, first; nearest: --order {' '.join(map(str, near))}"
         )
-    if config.nodes > 1 and not config.join:
-        yield f"--nodes {config.nodes} needs --join HOST:PORT, where HOST is node 0"
 
 
 def check_num_ranks(config: TrainConfig) -> None:

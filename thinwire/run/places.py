@@ -31,7 +31,7 @@ def residency_options(config: TrainConfig) -> dict[str, Any]:
         stated, other = getattr(config, name), options.get(name)
         if stated is not None and other not in (None, stated):
             raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
-        options[name] = stated or other
+        options[name] = other if stated is None else stated
     return {name: value for name, value in options.items() if value is not None}
 
 

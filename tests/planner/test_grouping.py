@@ -98,4 +98,4 @@ def test_a_plan_with_groups_is_a_configuration(tmp_path: Path, capsys: pytest.Ca
     config = read_toml(out, Problems())
     assert config.local_size == found.values["local_size"] == 2 and config.order == found.best.order
     assert "--local-size 2, all on this machine" in printed and "groups of 2" in printed
-    assert "train in the same lab" in printed
+    assert "-- thinwire train" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -244,6 +245,9 @@ def lines_on(machine: Machine) -> list[str]:
         lines.append(f"  {kind:<36} " + ("  not seen" if is_unseen else f"{shown:>10.4g} {unit}"))
     cores = ", ".join(f"{num:g}" for num in machine.cores.num)
     lines.append(f"cores {cores}; work is {machine.cores.contention:.0%} slower where all of them are busy")
+    written, read = machine.disk
+    if written < math.inf:
+        lines.append(f"disk: {written / 1e6:.4g} MB/s written, {read / 1e6:.4g} MB/s read, of the slowest machine")
     return lines
 
 

@@ -132,8 +132,8 @@ def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
         group = found.values["local_size"]
         command += (
             f" --nodes 1 --workers {machine.num_ranks} --local-size {group}, all on this machine. The links were "
-            "measured between nodes that share it: if `thinwire lab` emulated them, train in the same lab, since "
-            "without it they are fast"
+            "measured between nodes that share it: if `thinwire lab` emulated them, train in it, since without "
+            f"it they are fast: thinwire lab --nodes {nodes} and its other flags -- thinwire train {out}"
         )
     elif nodes > 1:
         command += f" --node NUMBER --join HOST:PORT, on each of the {nodes} machines"

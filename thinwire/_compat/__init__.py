@@ -20,15 +20,19 @@ Those of FSDP2 are in `fsdp`, those of torchrun's agent in `elastic`. Here are t
 - flop_counter: the same attention, which torch's counter of operations leaves out.
 - DispatchMode: torch.utils._python_dispatch.TorchDispatchMode: the module is private; torch's documentation names it.
 - WithoutScaler: the private attribute of an optimizer that a GradScaler reads first.
+- is_compiled: the private attribute of what torch.compile makes of a module, whose class loads the compiler.
+- without_hooks, skip_hooks_of_none: a tensor's _backward_hooks, private: the gradient hooks of a leaf by their number.
 - pipeline_table: torch.distributed.pipelining._schedule_visualizer.get_schedule_ops, private; 2.11 to 2.13 have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,6 +127,44 @@ def at_end_of_backward(call: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile, or the module's own `compile`, made this of a module."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Meanwhile no gradient hook of these leaves is called."""
+    before = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    for leaf, _ in before:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, hooks in before:
+            leaf._backward_hooks = hooks
+
+
+class _HooksOfGradients(OrderedDict[int, Callable[[Tensor], Tensor | None]]):
+    """Gradient hooks that are called for gradients alone, and not for None."""
+
+    def __init__(self, hooks: Any) -> None:
+        super().__init__({number: partial(self._called, hook) for number, hook in hooks.items()})
+
+    @staticmethod
+    def _called(hook: Callable[[Tensor], Tensor | None], gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else hook(gradient)
+
+
+def skip_hooks_of_none(leaves: Iterable[Tensor]) -> None:
+    """To the end of the running backward, call gradient hooks of these leaves only if there is a gradient."""
+    for leaf in leaves:
+        hooks = leaf._backward_hooks
+        if hooks and not isinstance(hooks, _HooksOfGradients):
+            leaf._backward_hooks = _HooksOfGradients(hooks)
+            at_end_of_backward(partial(setattr, leaf, "_backward_hooks", hooks))
 
 
 def has_python_reducer(ddp: DistributedDataParallel) -> bool:

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.cost import Machine, Timeline, simulate
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError
 from thinwire.placement.board import DeviceSchedule, NoRoomError, replay
+from thinwire.placement.checks import check_placed, check_trains, check_whole
 from thinwire.placement.etf import m_etf
 from thinwire.placement.graph import Devices, Op, OpGraph, Value
 from thinwire.placement.plan import DevicePlan, DeviceRoutes, rates
@@ -42,6 +43,7 @@ class Placement:
     """Which rank computes which part of a model, and in which order.
 
     schedule: of the units in `graph`; a unit's backward counts with its forward. method: the name of the scheduler.
+    is_one_group: all nodes share a rank, by the weights that they read or by stated groups.
     """
 
     traced: Traced
@@ -52,6 +54,7 @@ class Placement:
     schedule: DeviceSchedule
     names: tuple[str, ...]
     training: bool
+    is_one_group: bool = False
 
     @cached_property
     def plan(self) -> DevicePlan:
@@ -104,11 +107,15 @@ class Placement:
             checked: put a header and a checksum in front of every message.
             announce: the first rank prints to stderr what was asked for and what is in effect.
 
-        Raises ConfigError for a group of another size, and for ranks with different models.
+        Raises ConfigError for a group of another size, for ranks with different models, for an optimizer without
+        parameters of the model, and for a model that has been placed already.
         """
         if (optimizer is None) == self.training:
             given = "no optimizer" if optimizer is None else "an optimizer"
             raise ConfigError(f"apply was given {given}, and the placement was made with training={self.training}")
+        check_whole(self.traced.model)
+        if optimizer is not None:
+            check_trains(self.traced.model, optimizer)
         return Placed(
             self.routes, self.describe, optimizer, group, timeout_s=timeout_s, checked=checked, announce=announce
         )
@@ -130,10 +137,17 @@ class Placement:
             ("activations and gradients sent", bytes_text(sent), "by all ranks in a step"),
         ]  # fmt: skip
         if len(used) == 1 < num:
-            rows.append(("spread over ranks", "no", "messages would take longer than they save"))
+            rows.append(("spread over ranks", "no", self._why_one_rank()))
         if self.traced.changed:
             rows.append(("write in place", "out of place", ", ".join(self.traced.changed)))
         return rows
+
+    def _why_one_rank(self) -> str:
+        if self.is_one_group:
+            return "all nodes share a rank"
+        if self.method == "m-topo":
+            return "m-topo ignores seconds, and fills a rank with an equal share and the largest group first"
+        return "messages would take longer than they save"
 
 
 def place(
@@ -167,14 +181,11 @@ def place(
         states: tensors that the optimizer keeps for each weight, in the weight's dtype; AdamW has two.
         training: whether a backward follows; if not, activations are freed after use.
 
-    Raises ConfigError for an unknown method, a name in `groups` that no node has, a model that can't be traced, and
-    memory that is too small.
+    Raises ConfigError for arguments of a wrong type or out of their range, a name in `groups` that no node has, a model
+    that can't be traced, inputs that a node can't take, and memory that is too small.
     Source: "Baechi: Fast Device Placement of Machine Learning Graphs" (SoCC 2020).
     """
-    if method not in METHODS:
-        raise ConfigError(f"method {method!r}: no way to place a model{nearest(method, METHODS)}")
-    if states < 0:
-        raise ConfigError(f"states {states}: the tensors that an optimizer keeps of a weight; nearest: 0")
+    check_placed(model, inputs, machine, method, METHODS, leaves=leaves, groups=groups, seconds=seconds, states=states)
     given = (inputs,) if isinstance(inputs, Tensor) else inputs
     traced = trace(model, given, leaves)
     args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
@@ -197,7 +208,10 @@ def place(
         schedule = min([schedule, *_on_one(schedule)], key=lambda each: each.makespan_s)
     # Units of units are units of nodes.
     units = tuple(tuple(op for one in unit for op in base.units[one]) for unit in way.units)
-    return Placement(traced, found, machine, method, replace(way, units=units), schedule, names, training)
+    together = len(set(whole.group_of)) == 1
+    return Placement(
+        traced, found, machine, method, replace(way, units=units), schedule, names, training, is_one_group=together
+    )
 
 
 def devices_of(machine: Machine, *, training: bool) -> Devices:

@@ -174,7 +174,7 @@ def _sizes(traced: Traced, inputs: Mapping[fx.Node, Any]) -> tuple[dict[str, Siz
 
         value_of, before = rounds.cut(node), random_state()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Made() as made:
-            value = traced.call(node, value_of)
+            value = _first_call(traced, node, value_of)
         if is_other_state(before) or _draws_otherwise(traced, node, value_of):
             draws.add(node.name)
         found = tensors_of(value)
@@ -191,6 +191,20 @@ def _sizes(traced: Traced, inputs: Mapping[fx.Node, Any]) -> tuple[dict[str, Siz
             new, more, seen.new_bytes(made.tensors, keeps=False),
         )  # fmt: skip
     return sizes, constants, draws
+
+
+def _first_call(traced: Traced, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """A node's result. Raises ConfigError, with the node's name, for inputs that it can't take."""
+    try:
+        return traced.call(node, value_of)
+    except Exception as error:
+        given = [value_of(source) for source in node.all_input_nodes]
+        told = ", ".join(f"{list(each.shape)} of {each.dtype}" for each in tensors_of(given))
+        what = f"node {node.name!r}" + (f" (module {str(node.target)!r})" if node.op == "call_module" else "")
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{what} fails for tensors {told}: {cause}; nearest: inputs of the shapes and types that the model takes"
+        ) from error
 
 
 def _draws_otherwise(traced: Traced, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> bool:
@@ -233,7 +247,8 @@ def _timed(
                 weights = [each for each in traced.weights(node) if each.requires_grad]
                 gradients = [torch.ones_like(tensor) for tensor in tensors]
                 start_s = _now(traced.model)
-                torch.autograd.grad(tensors, [*rounds.leaves, *weights], gradients, allow_unused=True)
+                with _compat.without_hooks(weights):
+                    torch.autograd.grad(tensors, [*rounds.leaves, *weights], gradients, allow_unused=True)
                 backward_s = _now(traced.model) - start_s
             found[node.name].append((forward_s, backward_s))
             rounds.needs_grad[node] = bool(tensors)

@@ -56,7 +56,7 @@ class Placed:
         announce: bool,
     ) -> None:  # fmt: skip
         """own: the routes that this rank has planned. describe: returns the placement's rows of the start-up table."""
-        traced, num = own.traced, own.num_ranks
+        traced, num, self._is_closed = own.traced, own.num_ranks, False
         ranks = ranks_of(group) if dist.is_initialized() else [0]
         if len(ranks) != num:
             near = "the ranks of one copy, such as mesh['stage']" if len(ranks) > num else f"a machine of {len(ranks)}"
@@ -90,8 +90,9 @@ class Placed:
         return Axis(mesh[data], _compat.flattened(mesh), num_names=self.num_names)
 
     def close(self) -> None:
-        """Give the process group back. Call it between steps."""
+        """Give the process group back. Call it between steps. The model can't be called any more."""
         self.mailbox.close()
+        self._is_closed = True
 
     def _common_plan(self, comm: Communicator, own: DeviceRoutes) -> tuple[DevicePlan, bool, bool]:
         """The first rank's plan, whether all ranks have it, and whether torch's generators are in one state on them.
@@ -143,6 +144,8 @@ class Placed:
         return rows
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_closed:
+            raise ConfigError("the placed model is closed, and its ranks send nothing; nearest: call it before `close`")
         traced = self.routes.traced.now()
         inputs = traced.bind(args, kwargs)
         known = {id(weight) for weight in self.weights} if self.routes.training else set()
@@ -199,7 +202,14 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.step is None:
             raise RuntimeError("a second backward through one forward of a placed model: call the model again")
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True: gradients of a placed model have no graph, and no loss can depend on them; "
+                "nearest: create_graph=False, or the model without placing"
+            )
         found = ctx.step.backward(gradients)
+        weights = ctx.step.placed.weights
+        _compat.skip_hooks_of_none(weight for weight, own in zip(weights, found, strict=True) if own is None)
         ctx.step = None
         return None, *found
 
@@ -326,7 +336,10 @@ class PlacedStep:
         weights = list({id(weight): weight for weight in weights}.values())
         if not ends or not (leaves or weights):
             return
-        found = torch.autograd.grad(list(ends.values()), [*leaves.values(), *weights], gradients, allow_unused=True)
+        inner = [*leaves.values(), *weights]
+        # A weight's hooks are for its whole gradient, with which autograd calls them after this model's backward.
+        with _compat.without_hooks(weights):
+            found = torch.autograd.grad(list(ends.values()), inner, gradients, allow_unused=True)
         for number, gradient in zip(leaves, found[: len(leaves)], strict=True):
             self._add(self._gradients, number, gradient)
         for weight, gradient in zip(weights, found[len(leaves) :], strict=True):

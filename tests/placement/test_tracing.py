@@ -279,6 +279,8 @@ def test_a_second_trace_has_the_same_names() -> None:
 def test_shapes_of_weights_are_numbers() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         assert self.layer.weight.dtype == torch.float32 and self.count.ndim == self.count.dim() == 0
+        assert isinstance(self.layer.weight, nn.Parameter) and isinstance(self.count, Tensor)
+        assert not isinstance(self.count, nn.Parameter) and len([*self.layer.weight]) == len(self.layer.bias) == WIDTH
         return sum(self.layer(x) for _ in range(self.layer.weight.shape[0] // 4))
 
     names = [node.name for node in trace(Outer(forward), (X,)).nodes]

@@ -56,6 +56,20 @@ class _Weight(fx.Proxy):
         super().__init__(node, tracer)
         self.shape, self.ndim, self.dtype, self.device = tensor.shape, tensor.ndim, tensor.dtype, tensor.device
         self.size, self.dim, self.numel = tensor.size, tensor.dim, tensor.numel
+        self.is_cuda, self.layout, self.tensor = tensor.is_cuda, tensor.layout, tensor
+        # What isinstance(..., nn.Parameter) reads.
+        self._is_param = isinstance(tensor, nn.Parameter)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # A forward may ask by isinstance, and do something else.
+        return type(self.tensor)
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __iter__(self) -> Iterator[fx.Proxy]:
+        return (self[row] for row in range(len(self)))  # type: ignore[index]
 
 
 class Tracer(fx.Tracer):
@@ -123,6 +137,9 @@ class Tracer(fx.Tracer):
                 "get_attr", name, (), {}, proxy_factory_fn=lambda node: _Weight(node, self, attr_val)
             )
         return parameter_proxy_cache[name]
+
+    def create_arg(self, a: Any) -> Any:
+        return a.node if isinstance(a, _Weight) else super().create_arg(a)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         self.check()

@@ -19,6 +19,7 @@ Those of FSDP2 are in `fsdp`, those of torchrun's agent in `elastic`. Here are t
   sums.
 - flop_counter: the same attention, which torch's counter of operations leaves out.
 - DispatchMode: torch.utils._python_dispatch.TorchDispatchMode: the module is private; torch's documentation names it.
+- saved_tensors_hooks: the innermost torch.autograd.graph.saved_tensors_hooks, which torch keeps under a private name.
 - WithoutScaler: the private attribute of an optimizer that a GradScaler reads first.
 - is_compiled: the private attribute of what torch.compile makes of a module, whose class loads the compiler.
 - without_hooks, skip_hooks_of_none: a tensor's _backward_hooks, private: the gradient hooks of a leaf by their number.
@@ -86,6 +87,11 @@ class WithoutScaler:
             "a GradScaler can't step a sharded optimizer: backward has sent the gradients, and a step that is not "
             "finite is skipped on all ranks without it. Leave the scaler out, and use autocast to bfloat16"
         )
+
+
+def saved_tensors_hooks() -> Any:
+    """The hooks of the innermost torch.autograd.graph.saved_tensors_hooks; None: none are in effect."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def default_store() -> dist.Store:

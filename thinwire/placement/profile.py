@@ -16,6 +16,7 @@ from thinwire import _compat
 from thinwire.device import is_other_state, random_state, wait_for
 from thinwire.errors import ConfigError, nearest
 from thinwire.placement.trace import Traced, in_mode, is_of_shapes
+from thinwire.placement.tracer import Draws, kept
 
 NUM_ROUNDS, NUM_WARMUPS = 20, 2
 # (forward, backward) seconds by the name of a node.
@@ -136,19 +137,26 @@ def profile(
 ) -> Profile:  # fmt: skip
     """Sizes from one pass, and seconds as the median of `num_rounds` passes, after two passes to warm up.
 
-    seconds: known times, by the name of a node; nothing is timed then. Buffers and random states are restored. Raises
-    ConfigError for a Python number that depends on a tensor's values, and for `seconds` that lack a node.
+    seconds: known times, by the name of a node; nothing is timed then. Attributes of modules, buffers and random states
+    are restored. Raises ConfigError for a Python number that depends on a tensor's values, and for `seconds` that lack
+    a node.
     """
     inputs = traced.bind(args, kwargs)
     devices = [parameter.device for parameter in traced.model.parameters() if parameter.is_cuda]
     buffers = [(buffer, buffer.clone()) for buffer in traced.model.buffers()]
+    draws_before = Draws()
     try:
-        with torch.random.fork_rng(sorted({device.index for device in devices})), torch.set_grad_enabled(training):
+        with (
+            torch.random.fork_rng(sorted({device.index for device in devices})),
+            torch.set_grad_enabled(training),
+            kept(traced.model),
+        ):
             sizes, constants, draws = _sizes(traced, inputs)
             computed = [node for node in traced.nodes if node.name not in constants]
             if seconds is None:
                 seconds = _timed(traced, inputs, computed, constants, num_rounds)
     finally:
+        draws_before.restore()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -175,12 +175,13 @@ def identity(routes: DeviceRoutes, names: Sequence[str]) -> str:
 
     names: of the nodes that are computed.
     """
-    told: list[Any] = [routes.training, sorted(routes.profile.draws)]
+    told: list[Any] = [routes.training, sorted(routes.profile.draws), routes.traced.ambient]
     for name in names:
         node = routes.traced.named[name]
         constants = map_arg((node.args, node.kwargs), lambda each: each.name)
         module = routes.traced.model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        told.append((name, node.op, target_name(node), routes.profile.sizes[name].shape, constants, module))
+        told.append((name, node.op, target_name(node), routes.profile.sizes[name].shape, constants, module,
+                     routes.traced.contexts.get(name)))  # fmt: skip
     # The address of a function is another one in each process.
     return re.sub(" at 0x[0-9a-f]+", "", repr(told))
 
@@ -195,7 +196,9 @@ class _Whole(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs = step.forward(keeps_graph=True)
         discrete = (tensor for tensor in outputs if not (tensor.is_floating_point() or tensor.is_complex()))
-        ctx.mark_non_differentiable(*discrete)
+        sizes = (step.routes.profile.sizes[name] for name in step.routes.output_nodes)
+        frozen = (tensor for tensor, size in zip(outputs, sizes, strict=True) if not size.needs_grad)
+        ctx.mark_non_differentiable(*discrete, *frozen)
         return outputs
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
 from thinwire.errors import ConfigError, nearest
+from thinwire.placement.tracer import Context, Leaf, Tracer
 
-Leaf = str | type[nn.Module]
 # What a tensor tells without its values.
 SHAPE_METHODS = {
     "size",
@@ -33,29 +33,6 @@ SHAPE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout", "re
 COMPUTE = ("call_module", "call_function", "call_method", "get_attr")
 
 
-class _Tracer(fx.Tracer):
-    """A tracer for which modules of torch.nn, and the stated ones, are one node each. path: modules being traced."""
-
-    def __init__(self, leaves: Collection[Leaf]) -> None:
-        super().__init__()
-        self.types = tuple(leaf for leaf in leaves if not isinstance(leaf, str))
-        self.names = {leaf for leaf in leaves if isinstance(leaf, str)}
-        self.path: list[str] = []
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        is_stated = module_qualified_name in self.names or (bool(self.types) and isinstance(m, self.types))
-        return is_stated or super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self.path.append(self.path_of_module(m))
-        result = super().call_module(m, forward, args, kwargs)
-        # After an error the path stays where it was.
-        self.path.pop()
-        return result
-
-
 @dataclass(frozen=True)
 class Traced:
     """A model's forward as nodes in order.
@@ -68,6 +45,9 @@ class Traced:
         nodes: those that compute.
         output: what the model returns, with nodes in it.
         changed: nodes that no longer write into their input.
+        ambient: the context in which it was traced, which is that of a call.
+        contexts: of nodes that run in another one, by name.
+        held: tensors that the forward makes of no traced tensor, by the target of nodes.
         reads: modules that were asked while tracing whether they train, and what they said. The graph holds only then.
         other: the graph of the opposite mode, if it has the same nodes, which differ only in constants.
     """
@@ -80,6 +60,9 @@ class Traced:
     nodes: tuple[fx.Node, ...]
     output: Any
     changed: tuple[str, ...] = ()
+    ambient: Context = field(default_factory=Context.now)
+    contexts: Mapping[str, Context] = field(default_factory=dict)
+    held: Mapping[str, Any] = field(default_factory=dict)
     reads: Mapping[nn.Module, bool] = field(default_factory=dict)
     other: Traced | None = None
 
@@ -107,8 +90,17 @@ class Traced:
         """The arguments of a call, by placeholder.
 
         Raises ConfigError for fixed arguments and shapes that differ from the graph's, and for inputs that require a
-        gradient where gradients are computed.
+        gradient where gradients are computed, and for another state of torch.autocast.
         """
+        for kind, dtype in Context.now().dtypes.items():
+            if dtype != self.ambient.dtypes[kind]:
+                now, then = (
+                    "off" if each is None else f"on with {each}" for each in (dtype, self.ambient.dtypes[kind])
+                )
+                raise ConfigError(
+                    f"torch.autocast is {now} on {kind}, and was {then} when the model was placed: call `place` and "
+                    "the model under the same torch.autocast"
+                )
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in self.fixed.items():
@@ -128,8 +120,13 @@ class Traced:
 
     def call(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
         """A node's result for its inputs' values."""
+        target = str(node.target)
         if node.op == "get_attr":
-            return operator.attrgetter(str(node.target))(self.model)
+            return self.held[target] if target in self.held else operator.attrgetter(target)(self.model)
+        with self.contexts[node.name].entered() if node.name in self.contexts else nullcontext():
+            return self._called(node, value_of)
+
+    def _called(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
         args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
         if node.op == "call_module":
             return self.model.get_submodule(str(node.target))(*args, **kwargs)
@@ -191,13 +188,14 @@ def _traced(
     model: nn.Module, leaves: Collection[Leaf], signature: inspect.Signature, fixed: Mapping[str, Any],
     open_: Collection[str],
 ) -> Traced:  # fmt: skip
-    tracer = _Tracer(leaves)
+    tracer = Tracer(leaves)
     try:
         with _recorded_modes() as reads:
-            graph = tracer.trace(model, {name: value for name, value in fixed.items() if name not in open_})
+            graph = tracer.traced(model, {name: value for name, value in fixed.items() if name not in open_})
     except Exception as error:
-        raise ConfigError(_untraceable(model, tracer.path, error)) from None
-    return _collected(model, signature, fixed, open_, graph, reads)
+        raise ConfigError(tracer.fault or _untraceable(model, tracer.path, error)) from None
+    traced = _collected(model, signature, fixed, open_, graph, reads)
+    return replace(traced, ambient=tracer.begun, contexts=tracer.contexts, held=tracer.held)
 
 
 def _collected(
@@ -215,7 +213,7 @@ def _collected(
     nodes = tuple(node for node in graph.nodes if node.op in COMPUTE)
     (output,) = (node.args[0] for node in graph.nodes if node.op == "output")
     changed = tuple(node.name for node in nodes if _out_of_place(model, node, graph))
-    return Traced(model, signature, fixed, {}, sources, nodes, output, changed, dict(reads))
+    return Traced(model, signature, fixed, {}, sources, nodes, output, changed, reads=dict(reads))
 
 
 @contextmanager
@@ -264,7 +262,10 @@ def are_alike(a: Traced, b: Traced, fixed: Collection[str] = ()) -> bool:
     """Whether two graphs have the same nodes, which differ only in constants; and, if named in `fixed`, not at all."""
 
     def told(traced: Traced) -> Any:
-        nodes = [(n.name, n.op, n.target, *(each.name for each in n.all_input_nodes)) for n in traced.nodes]
+        nodes = [
+            (n.name, n.op, n.target, traced.contexts.get(n.name), *(each.name for each in n.all_input_nodes))
+            for n in traced.nodes
+        ]
         constants = [map_arg((n.args, n.kwargs), lambda each: each.name) for n in traced.nodes if n.name in fixed]
         shown: list[str] = []
         map_arg(traced.output, lambda each: shown.append(each.name))
@@ -292,6 +293,12 @@ def _out_of_place(model: nn.Module, node: fx.Node, graph: fx.Graph) -> bool:
     later = [
         user for source in node.all_input_nodes[:1] for user in source.users if order.index(user) > order.index(node)
     ]
+    if (is_method or is_item) and any(source.op == "get_attr" for source in node.all_input_nodes[:1]):
+        target = str(node.all_input_nodes[0].target)
+        raise ConfigError(
+            f"{node.name!r} writes into {target!r}{_where(node)}, which a graph only reads: "
+            "move that into a module of its own, and name it in leaves=[...]"
+        )
     if is_method or is_item or later:
         raise ConfigError(
             f"{node.name!r} writes into its input{_where(node)}, which may lie on another device: compute a new "

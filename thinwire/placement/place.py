@@ -91,7 +91,7 @@ class Placement:
         return sum(map(sum, self.profile.seconds.values()))
 
     def apply(
-        self, optimizer: torch.optim.Optimizer | None,
+        self, optimizer: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | DeviceMesh | Sequence[int] | None = None,
         *, timeout_s: float = DEFAULT_TIMEOUT_S, checked: bool = False, announce: bool = True,
     ) -> Placed:  # fmt: skip

@@ -126,7 +126,7 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
         ),
         (["train", "--strategy", "sdp4", "--inner", "dpd"], ["--inner dpd: no such", "--strategy sdp4: no such"]),
         (["train", "--dgc.density", "2", "--dgc.momentum", "1"], ["density 2.0 ", "momentum 1.0 of dgc"]),
-        (["train", "--workers", "4", "--order", "0,0"], ["once, and 0, which writes the results, first; nearest: --order 0 1 2 3"]),
+        (["train", "--workers", "4", "--order", "0,0"], ["--order 0 0: must name each of the ranks 0 to 3"]),
         (
             ["train", "--workers", "4", "--order", "0,x"],
             ["--order 0 x: must be a list of whole numbers, such as 0 1 2"],

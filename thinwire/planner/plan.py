@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from thinwire.cost import Machine
-from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.errors import ConfigError, Problems
 from thinwire.models import Llama, MoELlama, build_skeleton
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.tensor import tensor_sizes
@@ -26,7 +26,7 @@ from thinwire.planner.prices import NO_DISK, disk_floor
 from thinwire.planner.pricing import Pricing
 from thinwire.planner.search import Search
 from thinwire.planner.selection import searcher
-from thinwire.planner.sizes import ALL_AXES, no_mesh, wrong_arguments, wrong_experts, wrong_sizes
+from thinwire.planner.sizes import ALL_AXES, no_mesh, wrong_arguments, wrong_choices, wrong_experts, wrong_sizes
 from thinwire.planner.stated import KeptOptions, no_way_left
 from thinwire.planner.training_plan import TrainingPlan
 from thinwire.report.units import bytes_text, enough_text
@@ -34,7 +34,6 @@ from thinwire.table import Row
 
 # For the least memory, more than so many times a guess is not tried.
 MOST_TIMES = 8
-DTYPES, LOSSES = ("fp32", "bf16"), ("auto", "plain", "cut")
 
 
 def plan(
@@ -157,18 +156,6 @@ def shapes_of(model: str | Llama, vocab_size: int, seq_len: int, tables: Tables)
     if not isinstance(llama, Llama):
         raise ConfigError(f"model {model}: only presets such as demo can be planned for; nearest: demo")
     return llama
-
-
-def wrong_choices(memory_bytes: float | None, dtype: str, loss: str) -> list[str]:
-    """Messages about a memory, a dtype and a loss that can't be."""
-    messages = []
-    # NaN is above nothing.
-    if memory_bytes is not None and not memory_bytes > 0:
-        messages.append(f"memory_bytes {memory_bytes:g}: must be above 0; nearest: None, all of the machine's")
-    for name, value, known in (("dtype", dtype, DTYPES), ("loss", loss, LOSSES)):
-        if value not in known:
-            messages.append(f"{name} {value!r}: no such choice{nearest(value, known)}")
-    return messages
 
 
 def nothing_fits(found: Search, pricing: Pricing, memory: float, fits: Callable[[float], bool]) -> ConfigError:

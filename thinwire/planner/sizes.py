@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from thinwire.calibration.machine import COMPUTE_TYPES
 from thinwire.cost import Machine
 from thinwire.errors import ConfigError, nearest
 from thinwire.methods.memory import Residency
@@ -15,6 +16,7 @@ from thinwire.models import Llama, MoELlama
 from thinwire.options import EXPERTS, PIPELINE, SEQUENCE, Tables, option_tables
 from thinwire.planner.options import AUTO
 
+LOSSES = ("auto", "plain", "cut")
 # Over which ranks may be divided. Stages are searched in any case, and experts of a mixture.
 ALL_AXES = ("tensor", "sequence", "island")
 
@@ -49,6 +51,18 @@ def wrong_arguments(
     # NaN is not at least 0.
     if not reserved_bytes >= 0:
         yield f"reserved_bytes {reserved_bytes:g}: must be at least 0; nearest: 0"
+
+
+def wrong_choices(memory_bytes: float | None, dtype: str, loss: str) -> list[str]:
+    """Messages about a memory, a dtype and a loss that can't be."""
+    messages = []
+    # NaN is above nothing.
+    if memory_bytes is not None and not memory_bytes > 0:
+        messages.append(f"memory_bytes {memory_bytes:g}: must be above 0; nearest: None, all of the machine's")
+    for name, value, known in (("dtype", dtype, COMPUTE_TYPES), ("loss", loss, LOSSES)):
+        if value not in known:
+            messages.append(f"{name} {value!r}: no such choice{nearest(value, known)}")
+    return messages
 
 
 def nearest_whole(value: Any) -> int:

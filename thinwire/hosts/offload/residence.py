@@ -18,7 +18,7 @@ from thinwire.hosts.offload.journal import Journal
 from thinwire.hosts.offload.norms import SeenNorms
 from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.hosts.offload.replicas import Replicas, is_large
-from thinwire.hosts.offload.room import MemoryRoom, give_pages_back, hold_to
+from thinwire.hosts.offload.room import MemoryRoom, hold_to
 from thinwire.hosts.offload.sampling import RowSampler, linear_layers
 from thinwire.hosts.offload.spill import ActivationsOnDisk
 from thinwire.hosts.offload.states import StatesOnDisk
@@ -104,7 +104,6 @@ class Residence:
         self._pieces: PiecesOnDisk | None = None
         held = [layout for unit in units for layout in unit.layouts]
         if weights and any(map(is_large, held)):
-            give_pages_back()
             self.replicas = Replicas(residency.folder, held, self.meter, self.pace, num_held(residency))
         self.activations: ActivationsOnDisk | None = None
         if residency.spills:

@@ -23,6 +23,8 @@ from thinwire.models.llama import LlamaConfig
 NUM_REPEATS, NUM_LEAST, LONGEST_S = 20, 3, 1.0
 # The same of products, which a run's start waits for.
 PRODUCT_S = 0.1
+# What a transformer's step reaches of a matrix product's speed: 0.5 to 0.6, the demo model on a CPU.
+EFFICIENCY = 0.5
 PACKED_ELEMENTS = 1 << 17
 COPIED_BYTES = 1 << 24
 # Sequences of a pass through a layer, and their tokens. A short pass is mostly what a pass costs beside its operations.
@@ -70,6 +72,11 @@ def matrix_flops(dtype: torch.dtype, device: Device) -> float:
         device.synchronize()
 
     return 2 * size**3 / seconds_of(multiply, PRODUCT_S)
+
+
+def step_flops(dtype: torch.dtype, device: Device) -> float:
+    """Operations per second of a transformer's forward and backward, guessed from products of matrices."""
+    return EFFICIENCY * matrix_flops(dtype, device)
 
 
 def probes(layers: Iterable[LlamaConfig], dtypes: Iterable[str], codecs: Iterable[str], device: Device) -> list[Probe]:

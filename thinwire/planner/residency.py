@@ -34,7 +34,7 @@ from thinwire.methods.outer.base import IslandsMethod
 from thinwire.options import RESIDENCY, made
 from thinwire.planner.optimizers import counted_by
 from thinwire.planner.options import ExplainConfig
-from thinwire.planner.waiting import rows_on_waiting
+from thinwire.planner.waiting import rates_of, rows_on_waiting
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.run.optimizer import name_of, optimizer_over
 from thinwire.run.residency import why_whole
@@ -87,7 +87,8 @@ def where_all_lies(
     elif (words := vocabulary_of(model)) is not None:
         loss, why = loss_in_effect(config.loss, config.micro_batch * config.seq_len, words)
         rows.append((f"--loss {config.loss}", loss, why))
-    asked, residency = residency, settled(residency, setup)
+    rates = rates_of(config, residency)
+    asked, residency = residency, settled(residency, setup, rates)
     if whole and (residency.weights == "disk" or setup.is_cut):
         rows.append(("weights", "the whole model on every rank, at first", whole))
     if residency.is_sliced:
@@ -108,5 +109,5 @@ def where_all_lies(
     if residency.rate is not None:
         seconds = seconds_text(moved / residency.rate)
         rows.append((f"--disk-rate {config.disk_rate}", f"{seconds} of the disk in a step", "computing may hide it"))
-    rows += rows_on_waiting(config, asked, residency, setup)
+    rows += rows_on_waiting(config, asked, residency, setup, rates)
     return Resident(parts, rows)

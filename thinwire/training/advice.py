@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from thinwire.calibration import matrix_flops
+from thinwire.calibration import step_flops
 from thinwire.calibration.growth import REST_S, bucket_of, grown
 from thinwire.calibration.reach import all_on_this_machine
 from thinwire.collectives import Communicator
@@ -17,8 +17,6 @@ from thinwire.report.units import bytes_text, seconds_text
 from thinwire.table import Row
 
 ALTERNATIVE = "zero-bf16"
-# What a transformer's step reaches of a matrix product's speed: 0.5 to 0.6, the demo model on a CPU.
-EFFICIENCY = 0.5
 
 
 def link_rate(comm: Communicator) -> float:
@@ -56,13 +54,16 @@ def advise(
     tokens_per_rank: int,
     dtype: torch.dtype,
     device: Device,
+    rate: float | None = None,
 ) -> Iterator[Row]:
     """Rows about the link, and about whether 16 bits would be enough. A collective over all ranks.
 
     16 bits both ways take link_s = 8 * 4 N (Y-1)/Y / rate on the link of one of Y nodes. Computing takes about
-    compute_s = 6 N tokens / (EFFICIENCY * FLOP/s). If link_s <= compute_s, computing hides the messages, and
+    compute_s = 6 N tokens / `step_flops`. If link_s <= compute_s, computing hides the messages, and
     compression gains nothing. Between processes of one machine the link is loopback, whose rate depends on the
     machine's load: it is not measured.
+
+    rate: see `link_rate`; None: it is measured here.
     """
     grid = optimizer.comm.topology
     if grid.num_nodes == 1:
@@ -71,13 +72,13 @@ def advise(
     if optimizer.all_mean(all_on_this_machine(grid.world_size)) == 1.0:
         yield "link between nodes", "not measured", "this machine's loopback, no network: compression is not judged"
         return
-    rate = link_rate(optimizer.comm)
+    rate = link_rate(optimizer.comm) if rate is None else rate
     yield "link between nodes", f"{rate / 1e6:.3g} Mbit/s", "each rank's share, measured while all ranks send"
     half_bytes = 4 * num_parameters * (grid.num_nodes - 1) / grid.num_nodes / grid.local_size
     if optimizer.bytes_per_step > 0.9 * half_bytes:
         return
     link_s = 8 * half_bytes / rate
-    compute_s = 6 * num_parameters * tokens_per_rank / (EFFICIENCY * matrix_flops(dtype, device))
+    compute_s = 6 * num_parameters * tokens_per_rank / step_flops(dtype, device)
     compute_s = optimizer.all_mean(compute_s)
     if link_s > compute_s:
         verdict = "pays on this link"

@@ -27,7 +27,7 @@ from thinwire.hosts.pipeline.forward import LastLogits
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape
 from thinwire.losses import cut_loss, head_of
-from thinwire.methods.memory import Residency
+from thinwire.methods.memory import Residency, Setup
 from thinwire.methods.outer.base import connect
 from thinwire.methods.pipeline.across import ranks_across
 from thinwire.models import build_model, generate
@@ -45,6 +45,7 @@ from thinwire.run.optimizer import optimizer_over
 from thinwire.run.place import ProcessPlace
 from thinwire.run.residency import resolved, why_whole
 from thinwire.run.run import Run, tokens_of
+from thinwire.training.soonest import Choice, chosen
 
 # Of torch.compile.
 COMPILER = "inductor"
@@ -91,8 +92,9 @@ class Engine:
         self.share = place.island.number * num_replicas + self.replica[0]
         self.batch = derive(config, self.num_shares)
         fields = config.tables.get(model_table(config.model) or "")
-        made = built(run, corpus.tokenizer.vocab_size, fields, device)
+        made = built(run, corpus.tokenizer.vocab_size, fields, device, partial(chosen, run, device, dtype))
         self.model, self.why_whole, self.is_uncounted = device.place(made.model), made.why_whole, made.is_uncounted
+        self.choice = made.choice
         # Layers that are computed again send what a forward sends once more.
         self.forwards = 2 if made.residency is not None and made.residency.recomputes else 1
         self.shapes = {name: list(param.shape) for name, param in self.model.named_parameters()}
@@ -346,25 +348,39 @@ class Built(NamedTuple):
     """A model; which parts lie on a disk.
 
     initial: gives the first values of parameters without memory, by name; None: the model is whole.
+    choice: what lies where; None: all is in memory.
     is_uncounted: activations are not among what the budget was compared with.
     why_whole: why a model that will be cut is built whole on every rank, if it is.
     """
 
     model: nn.Module
-    residency: Residency | None
+    choice: Choice | None
     initial: Callable[[str], Tensor] | None = None
     why_whole: str = ""
     is_uncounted: bool = False
 
+    @property
+    def residency(self) -> Residency | None:
+        """What lies where, with every "auto" decided but that of states."""
+        return None if self.choice is None else self.choice.residency
 
-def built(run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: Device) -> Built:
-    """The model of a run; of one that lies on a disk, or is cut, only shapes, and what gives its first weights."""
-    config, residency = run.config, run.residency
+
+def built(
+    run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: Device,
+    choose: Callable[[Residency, Setup], Choice] = lambda first, _: Choice(first),
+) -> Built:  # fmt: skip
+    """The model of a run; of one that lies on a disk, or is cut, only shapes, and what gives its first weights.
+
+    choose: takes one of the ways that fit a budget; the first one is given.
+    """
+    config, choice = run.config, None
     size, why, is_uncounted = (config.model, vocab_size, config.seq_len), "", False
     passes = config.mesh_shape.pipeline > 1
-    if residency is not None:
+    if run.residency is not None:
         skeleton = build_skeleton(*size, fields)
         residency, setup = resolved(run, skeleton)
+        choice = choose(residency, setup)
+        residency = choice.residency
         is_uncounted = residency.memory is not None and setup.kept is None
         if device.torch.type == "cpu" and (residency.weights == "disk" or setup.is_cut):
             why = why_whole(config.model, skeleton)
@@ -372,8 +388,8 @@ def built(run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: D
     if passes:
         shapes, initial, why = unfilled(run, vocab_size, fields)
         if shapes is not None:
-            return Built(hollow(shapes, device.torch), residency, initial, is_uncounted=is_uncounted)
-    return Built(build_model(*size, config.seed, fields), residency, why_whole=why, is_uncounted=is_uncounted)
+            return Built(hollow(shapes, device.torch), choice, initial, is_uncounted=is_uncounted)
+    return Built(build_model(*size, config.seed, fields), choice, why_whole=why, is_uncounted=is_uncounted)
 
 
 def unfilled(

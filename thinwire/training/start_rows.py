@@ -33,8 +33,8 @@ def rows_on_links(engine: Engine) -> list[Row]:
     tokens_per_rank = engine.batch.tokens_per_step // engine.num_shares
     dtype = torch.bfloat16 if engine.dtype == "bf16" else torch.float32
     strategy = engine.config.strategy
-    found = advise(engine.optimizer, strategy, engine.num_parameters, tokens_per_rank, dtype, engine.device)
-    return list(found)
+    rate = None if engine.choice is None else engine.choice.link_rate
+    return list(advise(engine.optimizer, strategy, engine.num_parameters, tokens_per_rank, dtype, engine.device, rate))
 
 
 def rows_on_options(engine: Engine) -> Iterator[Row]:
@@ -42,6 +42,8 @@ def rows_on_options(engine: Engine) -> Iterator[Row]:
     config, lessons, stage = engine.config, engine.distillation, engine.stage
     if stage.pipeline is not None:
         yield border_row(engine, stage.pipeline)
+    if engine.choice is not None:
+        yield from engine.choice.rows
     if engine.why_whole:
         what = "the disk" if stage.pipeline is None else "the own stage"
         yield f"weights of {what} alone", "the whole model on every rank, at first", engine.why_whole

@@ -90,3 +90,15 @@ def test_an_evaluation_reads_ahead_and_leaves_the_steps_as_they_are(tmp_path: Pa
                 # What a step keeps for its backward, the first evaluation did not expect to use again: a layer's two.
                 assert uses > NUM_LAYERS and on_demand <= (0 if number else 2), own["evaluations"]
             assert own["steps"][1:] == plain["steps"][1:] and max(own["steps"][1:]) < NUM_LAYERS
+
+
+def cut_within_two(rank: int, world_size: int, folder: Path) -> dict[str, list[Any]]:
+    """Of weights that are cut over disks, with as little memory as under a budget that leaves no room."""
+    cut_small(num_held=2)
+    return evaluated(world_size, folder, thinwire.Frontier(weights_over=2, gradients_over=2), False)
+
+
+def test_parts_of_one_layer_are_read_while_those_before_travel(tmp_path: Path) -> None:
+    """Two layers' parts fit. A layer that was gathered needs its own part no longer, so the next one is read ahead."""
+    for told in run_workers(cut_within_two, 2, tmp_path):
+        assert told["steps"][0] > NUM_LAYERS and told["steps"][1:] == [0, 0, 0]

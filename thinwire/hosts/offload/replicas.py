@@ -65,6 +65,9 @@ class Replicas:
     An update of a bucket that is among `deferred` is added when the bucket is used next. Until then the update alone is
     in memory, and the bucket, there or on the disk, has the values before it.
 
+    Attributes:
+        holds_last: the bucket that was used last is still in use when the next one is; False: only `pinned` ones are.
+
     num_held: buckets for which the capacity suffices at first.
     """
 
@@ -85,6 +88,7 @@ class Replicas:
         self._uses = self._training
         self._num_updated = 0
         self._in_use: set[FlatBucket] = set()
+        self.holds_last = True
         # What others read of a bucket that was brought, besides the training thread.
         self.pinned: set[FlatBucket] = set()
         self._owner: dict[int, FlatBucket] = {}
@@ -114,7 +118,7 @@ class Replicas:
     def bring(self, *buckets: FlatBucket) -> None:
         """Wait until the weights of buckets that are used together are in memory. Starts to read the next ones."""
         large = [bucket for bucket in buckets if bucket in self.spots]
-        self._in_use = {*large, *self._uses.seen[-1:]}
+        self._in_use = {*large, *self._last}
         for bucket in large:
             self._bring(bucket, self.spots[bucket])
         if large:
@@ -137,7 +141,7 @@ class Replicas:
     def claim(self, bucket: FlatBucket) -> None:
         """Give a bucket memory and lock it, to be overwritten: its content is not read."""
         if bucket in self.spots:
-            self._in_use = {bucket, *self._uses.seen[-1:]}
+            self._in_use = {bucket, *self._last}
             self._begin(bucket, reads=False)
             self.lock(bucket)
 
@@ -270,13 +274,18 @@ class Replicas:
             store.close()
         self.file.close()
 
+    @property
+    def _last(self) -> list[FlatBucket]:
+        """The most recent one, if it may be in use."""
+        return self._uses.seen[-1:] if self.holds_last else []
+
     def _next_use(self, bucket: FlatBucket) -> int:
         until = self._uses.until(bucket)
         return len(self._uses.expected) + self._number[bucket] if until is None else until
 
     def _free(self) -> list[FlatBucket]:
-        """The buckets that may be evicted. The most recent one may be in use and stays."""
-        busy = self._in_use.union(self._uses.seen[-1:], self.pinned)
+        """The buckets that may be evicted."""
+        busy = self._in_use.union(self._last, self.pinned)
         return [b for b, spot in self.spots.items() if spot.is_here and not spot.is_locked and b not in busy]
 
     def _begin(self, bucket: FlatBucket, *, reads: bool = True) -> None:

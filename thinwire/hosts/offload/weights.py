@@ -226,8 +226,12 @@ class CutWeightsOnDisk(StreamedUpdates, PassingWeights):
 
     def __init__(self, units: Sequence[LiveUnit], seeds: Seeds, model: nn.Module, replicas: Replicas) -> None:
         self.replicas, self._flying = replicas, deque()
-        for unit in units:
-            replicas.fit([bucket for bucket in unit.buckets if bucket in replicas.spots])
+        # Of one unit the parts are sent, of the next one they are read; a unit that was gathered needs none.
+        sizes = [
+            sum(replicas.spots[each].num_bytes for each in unit.buckets if each in replicas.spots) for unit in units
+        ]
+        replicas.capacity_bytes = max(replicas.capacity_bytes, 2 * max(sizes))
+        replicas.holds_last = False
         super().__init__(units, seeds, model, overlap=False, keeps=False)
         self.follow(model)
         replicas.end_update()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -314,6 +315,22 @@ def test_slices_of_a_batch_have_the_masks_and_norms_of_their_own_sequences() -> 
     assert found[0].keys() == found[1].keys()
     for group, norms in found[0].items():
         torch.testing.assert_close(found[1][group], norms)
+
+
+def test_slices_have_draws_of_their_own_which_a_layer_that_is_computed_again_repeats() -> None:
+    """Two slices with the same values keep other rows; each keeps in its backward what it kept in the forward."""
+    model, drawn = Blocks(), list[tuple[int, ...]]()
+
+    def noted(weights: torch.Tensor, num: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn.append((seed, *weights.shape))
+        return chosen(weights, num, seed)
+
+    RowSampler(model, 0.5, chooses=noted)
+    recompute(model, 2)
+    gradients(model, torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(1)))
+    times = Counter(drawn)
+    # Of each layer two slices, in forward and in backward.
+    assert set(times.values()) == {2} and len(times) % 2 == 0 and len({seed for seed, *_ in times}) == len(times)
 
 
 def seen_twice(rank: int, world_size: int, folder: str | None) -> list[Any]:

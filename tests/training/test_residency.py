@@ -20,23 +20,27 @@ from thinwire.device import Device
 from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.offload import replicas
 from thinwire.hosts.offload.hollow import is_hollow
+from thinwire.hosts.offload.sampling import linear_layers
 from thinwire.hosts.sharded import passing
 from thinwire.hosts.sharded.bucket import FlatBucket
 from thinwire.launch.check_memory import check_residency
 from thinwire.launch.line import read_config
 from thinwire.launch.prepare import check_norms, plan
-from thinwire.methods.memory import Floor, efficiency, intensities, placed
+from thinwire.methods.memory import Floor, Residency, efficiency, intensities, placed
 from thinwire.methods.memory.floor import num_held
-from thinwire.models.build import build_skeleton
+from thinwire.models.build import build_model, build_skeleton
 from thinwire.models.hf import build_hf
 from thinwire.optim import mfac
 from thinwire.planner.command import run_explain
+from thinwire.report.units import bytes_text
 from thinwire.run import residency as run_residency
 from thinwire.run.config import TrainConfig
 from thinwire.run.residency import resolved
 from thinwire.run.run import Run
 from thinwire.run.run_dir import RunDir
 from thinwire.training.engine import built
+from thinwire.training.soonest import Choice
+from thinwire.training.start_rows import norms_row
 
 CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-over", "2"]
 
@@ -337,8 +341,34 @@ def test_norms_of_sequences_that_come_again_must_fit_on_the_disk(tmp_path: Path)
     check_norms(Run.of(config), 1000)
     with pytest.raises(ConfigError, match=r"needs .* GB and the disk has"):
         check_norms(Run.of(config), 10**12)
-    # None is seen twice.
+    # None is seen twice; and without a store they lie in memory.
     check_norms(Run.of(replace(config, steps=10)), 10**12)
+    check_norms(Run.of(replace(config, store="none")), 10**12)
+
+
+def test_the_table_says_how_large_norms_become() -> None:
+    """16 bytes of tokens' norms for each of the layers, of half of 1001 sequences."""
+    model = build_model("tiny", 300, 8)
+    engine: Any = SimpleNamespace(
+        come_again=True, config=SimpleNamespace(seq_len=8), model=model, loader=SimpleNamespace(num_sequences=1001),
+        optimizer=SimpleNamespace(comm=SimpleNamespace(world_size=2)),
+        choice=Choice(Residency(optimizer="memory", activations="sample:0.3")),
+    )  # fmt: skip
+    row = norms_row(engine)
+    num_bytes = 16 * len(linear_layers(model)) * 501
+    assert row is not None and row[1] == f"at most {bytes_text(num_bytes)} of this rank's memory, besides a budget"
+    engine.come_again = False
+    assert norms_row(engine) is None
+
+
+def test_nothing_lies_on_a_disk_where_none_is_to_be_used() -> None:
+    """What has no room in memory is refused, and its inputs of layers do not go to the run's folder."""
+    skeleton = build_skeleton("125m", 256, 256)
+    config = TrainConfig(model="125m", workers=1, micro_batch=8, slices=2, store="none", memory="2gb")
+    residency, setup = resolved(Run.of(config), skeleton)
+    assert residency.activations == "recompute" and not residency.needs_store and residency.store is None
+    with pytest.raises(ConfigError, match="below the floor of"):
+        Floor.of(residency, setup).check(residency.memory_bytes)
 
 
 def folder_of(path: Path, **more: Any) -> Path:

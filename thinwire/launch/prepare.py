@@ -328,7 +328,10 @@ def check_norms(run: Run, num_sequences: int) -> None:
     """Raise ConfigError if the disk can't hold the norms of all sequences that this run may see twice."""
     config, residency = run.config, run.residency
     taken = config.steps * (config.tokens_per_step or 0) // config.seq_len
-    if residency is None or residency.sampled is None or (config.minutes is None and taken <= num_sequences):
+    # Without a store they lie in memory.
+    if residency is None or residency.sampled is None or residency.store is None:
+        return
+    if config.minutes is None and taken <= num_sequences:
         return
     skeleton = build_skeleton(
         config.model, load_tokenizer(config.tokenizer).vocab_size, config.seq_len,

@@ -59,7 +59,8 @@ def residency_of(config: TrainConfig) -> Residency | None:
     if options.get("durable") and "store" in options:
         # Steps of several runs may lie in one folder.
         options["store"] = str(Path(options["store"]) / f"{run_dir.name}-{crc32(str(run_dir).encode()):08x}")
-    found = made(Residency, {"store": str(RunDir(config.run_dir).store), **options})
+    default = {} if stated.get("store") == NO_STORE else {"store": str(RunDir(config.run_dir).store)}
+    found = made(Residency, default | options)
     if stated.get("store") == NO_STORE and found.needs_store:
         raise ConfigError(
             f"--store {NO_STORE}: nothing lies on a disk, and other options say what does; nearest: a folder, or leave "

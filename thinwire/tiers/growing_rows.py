@@ -16,6 +16,9 @@ from thinwire.tiers.file import Pace, TierMeter, TierReading
 from thinwire.tiers.mount import check_folder
 from thinwire.tiers.rows import RowStore, canary, sums_of
 
+# Of the rows there are, one of so many parts is room for those that come.
+SPARE_PARTS = 8
+
 
 class GrowingRows(RowStore):
     """A matrix that begins without rows. Rows that were not put are zeros. In a file, the canary lies before them.
@@ -47,8 +50,8 @@ class GrowingRows(RowStore):
         """Let there be as many rows at least."""
         self.num_rows = max(self.num_rows, num_rows)
         if (more := self.num_rows - len(self._noted)) > 0:
-            # Half as many again, so that a row is rarely moved.
-            more += self.num_rows // 2
+            # A few more, so that a row is rarely moved.
+            more += self.num_rows // SPARE_PARTS
             self._noted = torch.cat([self._noted, self._noted.new_zeros(more)])
             if self._file is None:
                 self._held = torch.cat([self._held, self._held.new_zeros(more, self.width)])

@@ -140,7 +140,7 @@ class Engine:
         self.end = corpus.tokenizer.end_of_document if config.documents else None
         # Of the sequences of each micro-batch of the step.
         self._numbers: list[Tensor] = []
-        self._come_again = config.steps * self.loader.sequences_per_step > self.loader.num_sequences
+        self.come_again = config.steps * self.loader.sequences_per_step > self.loader.num_sequences
         self._forward_s = 0.0
         if self.distillation is not None and self.distillation.weight is None:
             self.distillation.weight = self._even_weight(self.distillation)
@@ -237,7 +237,7 @@ class Engine:
         start = time.perf_counter()
         # A micro-batch may be passed more than once.
         self._numbers.append(self._numbers.pop(0))
-        if torch.is_grad_enabled() and self._come_again:
+        if torch.is_grad_enabled() and self.come_again:
             self.optimizer.note_sequences(self._numbers[-1])
         if isinstance(self.model, MoELlama):
             self.model.draws = derive_seed(self.config.seed, self.optimizer.steps), self._numbers[-1]

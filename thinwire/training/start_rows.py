@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.hosts.experts.parallel import ExpertRanks
+from thinwire.hosts.offload.sampling import linear_layers
 from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.sequence import SequenceRanks
 from thinwire.hosts.sequence.seams import attention_of
@@ -17,6 +18,7 @@ from thinwire.methods.sequence.traffic import most_sent
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.seam import mixture_of
 from thinwire.models.tensor import activation_bytes
+from thinwire.report.units import bytes_text
 from thinwire.table import Row
 from thinwire.training.advice import advise
 from thinwire.training.engine import Engine
@@ -44,6 +46,8 @@ def rows_on_options(engine: Engine) -> Iterator[Row]:
         yield border_row(engine, stage.pipeline)
     if engine.choice is not None:
         yield from engine.choice.rows
+    if (norms := norms_row(engine)) is not None:
+        yield norms
     if engine.why_whole:
         what = "the disk" if stage.pipeline is None else "the own stage"
         yield f"weights of {what} alone", "the whole model on every rank, at first", engine.why_whole
@@ -67,6 +71,19 @@ def rows_on_options(engine: Engine) -> Iterator[Row]:
         yield sequence_row(engine, stage.sequence)
     if stage.experts is not None and stage.experts.placement.ranks > 1:
         yield expert_row(engine, stage.experts)
+
+
+def norms_row(engine: Engine) -> Row | None:
+    """A row about the norms of seen sequences, which grow until all sequences were seen; None: there are none."""
+    residency = None if engine.choice is None else engine.choice.residency
+    if residency is None or residency.sampled is None or not engine.come_again:
+        return None
+    # Layers that share an input share their norms, so it may be less.
+    of_sequence = 2 * engine.config.seq_len * len(linear_layers(engine.model))
+    most = of_sequence * -(-engine.loader.num_sequences // engine.optimizer.comm.world_size)
+    where = "on this rank's disk" if residency.store is not None else "of this rank's memory, besides a budget"
+    why = f"{engine.loader.num_sequences:,} sequences come again; they grow as these are seen for the first time"
+    return "norms of seen sequences", f"at most {bytes_text(most)} {where}", why
 
 
 def border_row(engine: Engine, pipeline: PipelineStage) -> Row:

@@ -27,6 +27,11 @@ def part_of(num: int) -> slice:
     return slice(sum(before[:-1]), sum(before))
 
 
+def part_number() -> int:
+    """The number of the slice that a layer computes now; 0 without slices."""
+    return _PART.get()[0]
+
+
 @contextmanager
 def _in_part(number: int, num: int) -> Iterator[None]:
     token = _PART.set((number, num))

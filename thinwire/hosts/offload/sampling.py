@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from thinwire.codecs import derive_seed
 from thinwire.codecs.random import named_seed
-from thinwire.hosts.offload.activations import part_of
+from thinwire.hosts.offload.activations import part_number, part_of
 from thinwire.hosts.offload.norms import SeenNorms
 from thinwire.hosts.offload.products import ProductRows, SampledProducts, fused_attention
 from thinwire.layout.layers import layers_of
@@ -44,10 +44,10 @@ class RowSampler:
     layer's output when its sequence was last seen, see `SeenNorms`, if the numbers of sequences are told. Layers that
     are given the same tensor, such as those of q, k and v, share one sample. Products of two activations inside the
     layers, as of attention, keep a sample of the first one's rows, see `SampledProducts`, which weigh what their norms
-    are. Draws depend on the seed, the number of the forward in its step, and the name of the first such layer: a layer
-    that is computed again draws the same rows. Rows that a keyword argument `attention_mask` [batch, seq] of the model
-    leaves out are neither counted nor kept. In forwards without gradients, and of layers whose weights have none,
-    nothing is drawn.
+    are. Draws depend on the seed, the numbers of the forward in its step and of the slice, and the name of the first
+    such layer: a layer that is computed again draws the same rows. Rows that a keyword argument `attention_mask`
+    [batch, seq] of the model leaves out are neither counted nor kept. In forwards without gradients, and of layers
+    whose weights have none, nothing is drawn.
 
     Attributes:
         seed: of the step under way.
@@ -122,10 +122,14 @@ class RowSampler:
             return None
         weights = torch.linalg.vector_norm(a, dim=-1, dtype=torch.float32)
         weights = weights if counts is None else weights * counts
-        seed = derive_seed(named_seed(self.seed(), f"{name} product {number}"), self._number)
-        index, scales = self._chooses(weights, num, seed)
+        index, scales = self._chooses(weights, num, self._draws_of(f"{name} product {number}"))
         rows = a.gather(-2, index.unsqueeze(-1).expand(*index.shape, a.shape[-1]))
         return ProductRows(rows * scales.to(a.dtype).unsqueeze(-1), index)
+
+    def _draws_of(self, name: str) -> int:
+        """The seed of what is drawn now. Slices of a layer have draws of their own, and so does a forward."""
+        part = part_number()
+        return derive_seed(named_seed(self.seed(), name), self._number, *([part] if part else []))
 
     def _counts(self, num_rows: int) -> Tensor | None:
         """Which of as many rows the model's mask leaves in; None: it has others."""
@@ -140,7 +144,7 @@ class RowSampler:
         weights = weights if counts is None else weights * (counts != 0)
         seen = None if self.seen is None else self.seen.weights(name, len(rows))
         weights = weights if seen is None else weights * seen.to(weights)
-        index, scales = self._chooses(weights, num, derive_seed(named_seed(self.seed(), name), self._number))
+        index, scales = self._chooses(weights, num, self._draws_of(name))
         note = None if self.seen is None else self.seen.noting(name)
         return KeptRows(source, x._version, rows[index] * scales.to(x.dtype).unsqueeze(1), index, note)
 

@@ -107,7 +107,9 @@ def _ways(residency: Residency, setup: Setup) -> list[Residency]:
     if residency.activations == "auto":
         activations = [KEEP] if setup.kept is None else [KEEP, RECOMPUTE]
         activations = [RECOMPUTE] if residency.is_sliced else activations
-        activations += [RECOMPUTE_FROM_DISK] if setup.kept is not None and RECOMPUTE_FROM_DISK in setup.kept else []
+        may_spill = residency.store is not None or residency.needs_store
+        is_counted = setup.kept is not None and RECOMPUTE_FROM_DISK in setup.kept
+        activations += [RECOMPUTE_FROM_DISK] if is_counted and may_spill else []
     return [replace(residency, gradients=g, activations=a) for a in activations for g in gradients]
 
 

@@ -21,7 +21,7 @@ from thinwire.hosts.ranks import Ranks, open_ranks
 from thinwire.methods.front import around
 from thinwire.methods.own_pace.base import OwnPaceMethod
 from thinwire.state.agreement import StepStatus
-from thinwire.state.replicas import fitting_parameters
+from thinwire.state.replicas import fitting_parameters, in_order
 from thinwire.table import Row
 
 log = logging.getLogger("thinwire")
@@ -69,7 +69,7 @@ class OwnPaceOptimizer(AgreeingOptimizer):
         method: OwnPaceMethod,
         context: Around,
     ) -> None:
-        trained = fitting_parameters(model, inner)
+        trained = in_order(fitting_parameters(model, inner))
         num_parameters = sum(param.numel() for param in trained.values())
         rows: list[Row] = [(f"strategy {method.name}", "every rank is an island", ""), *context.describe(), *PACE_ROWS]
         super().__init__(model, inner, ranks, dict(trained), num_parameters, [*rows, *method.rows])

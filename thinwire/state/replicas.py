@@ -130,10 +130,22 @@ def check_layout(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The result of `fitting_parameters`. Raises ConfigError if torch.distributed is not initialised."""
+    """The result of `fitting_parameters`, in order. Raises ConfigError if torch.distributed is not initialised."""
     if not dist.is_initialized():
         raise ConfigError("torch's wrappers need a process group: call torch.distributed.init_process_group first")
-    return fitting_parameters(model, optimizer)
+    return in_order(fitting_parameters(model, optimizer))
+
+
+@torch.no_grad()
+def in_order(named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The same parameters, whose elements lie in memory in the order of their indices from now on.
+
+    Parameters in channels_last and transposed ones do not. torch's wrappers and checkpoints take elements as they lie.
+    """
+    for param in named.values():
+        if not param.is_contiguous():
+            param.data = param.data.contiguous()
+    return named
 
 
 def fitting_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

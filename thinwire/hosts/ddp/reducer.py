@@ -56,7 +56,8 @@ class BucketReducer:
         if self.is_idle:
             return
         names = [self._names[id(param)] for param in grads.parameters()]
-        bucket = Bucket(grads.index(), names, grads.buffer(), grads.gradients(), grads.is_last())
+        laid = [as_laid(*pair) for pair in zip(grads.gradients(), grads.parameters(), strict=True)]
+        bucket = Bucket(grads.index(), names, grads.buffer(), laid, grads.is_last())
         self.all_launched = self.all_launched or bucket.last
         if self.comm.world_size == 1 and not self._alone:
             return
@@ -72,7 +73,10 @@ class BucketReducer:
         def job(link: Link) -> Generator[Any, None, None]:
             try:
                 held = yield from on_host(link, bucket)
-                yield from self.reduction.run(link, held, step)
+                ordered = in_order(link, held)
+                yield from self.reduction.run(link, ordered, step)
+                if ordered is not held:
+                    torch._foreach_copy_(held.grads, ordered.grads)
                 if held is not bucket:
                     staging.to_device(held.flat, bucket.flat)
             except RuntimeError:
@@ -125,6 +129,30 @@ def on_host(link: Link, bucket: Bucket) -> Rounds[Bucket]:
     yield staging.queued()
     first = bucket.flat.storage_offset()
     grads = [flat.as_strided(grad.shape, grad.stride(), grad.storage_offset() - first) for grad in bucket.grads]
+    return replace(bucket, flat=flat, grads=grads)
+
+
+def as_laid(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient as DDP laid it into the bucket: in the order of the parameter's memory, which the hook is not told.
+
+    This is so for dense memory, such as channels_last and transposed matrices.
+    """
+    if param.is_contiguous() or torch.empty_like(param, device="meta").stride() != param.stride():
+        return grad
+    return grad.as_strided(param.shape, param.stride(), grad.storage_offset())
+
+
+def in_order(link: Link, bucket: Bucket) -> Bucket:
+    """The bucket, or a copy of it in which the elements of every gradient lie in the order of their indices."""
+    if all(grad.is_contiguous() for grad in bucket.grads):
+        return bucket
+    flat = link.scratch("ordered", bucket.flat.numel(), dtype=bucket.flat.dtype).copy_(bucket.flat)
+    first = bucket.flat.storage_offset()
+    starts = [grad.storage_offset() - first for grad in bucket.grads]
+    grads = [
+        flat[start:][: grad.numel()].view(grad.shape).copy_(grad)
+        for start, grad in zip(starts, bucket.grads, strict=True)
+    ]
     return replace(bucket, flat=flat, grads=grads)
 
 

@@ -27,7 +27,7 @@ from thinwire.methods import slope_code as byte
 from thinwire.methods.directions import Directions
 from thinwire.methods.forward import STATUS_BYTES, ForwardMethod
 from thinwire.methods.slope_log import Entry, SlopeLog
-from thinwire.state.replicas import check_layout, fitting_parameters, same_options, same_start, shapes_digest
+from thinwire.state.replicas import check_layout, fitting_parameters, in_order, same_options, same_start, shapes_digest
 from thinwire.table import SENT, Row, announce as announce_table
 
 logger = logging.getLogger("thinwire")
@@ -64,7 +64,7 @@ def forward_only(
     Raises ConfigError for parameters that are not fp32 on the CPU, for an optimizer that does not fit them, for the log
     of another model or cap, and for ranks that do not agree.
     """
-    trained = fitting_parameters(model, optimizer)
+    trained = in_order(fitting_parameters(model, optimizer))
     comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
     own = SlopeLog(seed if log is None else log.seed, method.cap, shapes_digest(trained))
     if log is not None:

@@ -31,7 +31,7 @@ from thinwire.compare.measure import (
     weights_share,
 )
 from thinwire.compare.options import read_race
-from thinwire.compare.plan import exchanges_timed, make_plan, rows_of, timed_steps_of
+from thinwire.compare.plan import exchanges_timed, make_plan, recorded_rate, rows_of, timed_steps_of
 from thinwire.compare.record import Leg, RaceRecord, SeedEntry, delete_race, load_record
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
@@ -474,3 +474,17 @@ def test_first_steps_that_are_of_another_kind_are_named() -> None:
     told = {asked: effect for asked, effect, _ in rows_of(race, train, train, contestants)}
     assert told["first 10 steps of powersgd"] == "not timed" and not any(asked.endswith("of late") for asked in told)
     assert "no step is timed" in told.values()
+
+
+def test_a_learning_rate_that_was_better_in_recorded_runs_is_named() -> None:
+    best = {"a": 1.0, "demo": 3.0, "demo[beta=0]": 3.0, "diloco": 1.0, "diloco[sync_every=9]": 2.0}
+    found = contestants(
+        "a=demo[density=0.1],b=diloco,c=diloco[sync_every=9],d=diloco[sync_every=7],e=demo[optimizer=sgd-plain]"
+    )
+    assert [recorded_rate(one, best) for one in found] == [3.0, 1.0, 2.0, None, None]
+    train = TrainConfig(model="tiny", steps=60)
+    told = [row for row in rows_of(RaceConfig(), train, train, contestants("zero,demo[lr=0.1]")) if "--lr" in row[0]]
+    assert [row[:2] for row in told] == [("--lr 0.0003", "for all without their own")]
+    assert "the model tiny, 5,000 steps: 0.003 for zero; " in told[0][2] and "zero[lr=0.003]" in told[0][2]
+    train = replace(train, lr=0.003)
+    assert not [row for row in rows_of(RaceConfig(), train, train, contestants("zero")) if row[0].startswith("--lr")]

@@ -9,7 +9,15 @@ import pytest
 
 from tests.report.test_race import FIGURES, row, write_race
 from thinwire.report import write_race_report
-from thinwire.report.frontier import Outcome, beaten, frontier_figure, frontier_sentence, frontier_svg, recommended
+from thinwire.report.frontier import (
+    Outcome,
+    beaten,
+    best_rates,
+    frontier_figure,
+    frontier_sentence,
+    frontier_svg,
+    recommended,
+)
 from thinwire.report.svg import LogScale, Scale
 
 EXACT, FEW, WORSE = Outcome("exact", 8e9, 2.0, 0.01), Outcome("few", 8e7, 2.1), Outcome("worse", 9e7, 2.2)
@@ -74,7 +82,14 @@ def test_a_plot_of_its_own_brings_its_colours_and_names_only_the_best_of_many() 
 def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> None:
     def row(method: str, at_20: float | None, steps: int = 1000, model: str = "tiny") -> dict[str, object]:
         minutes = {"10": 9.0, "20": at_20, "50": None, "100": None}
-        shown = {"method": f"{method}, as shown", "text": method, "gap": 0.005, "gap_error": 0.002, "seeds": 3}
+        shown = {
+            "method": f"{method}, as shown",
+            "text": method,
+            "gap": 0.005,
+            "gap_error": 0.002,
+            "seeds": 3,
+            "lr": 0.01,
+        }
         return {"model": model, "steps": steps, "methods": 31, "minutes": minutes} | shown
 
     recorded, short = tmp_path / "frontier.json", tmp_path / "short.json"
@@ -82,17 +97,19 @@ def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> 
     recorded.write_text(json.dumps([other_model, row("slow", 5.0), row("never", None), row("fast", 2.0)]))
     name, measured = recommended(25e6, recorded=recorded)
     told = "of the 3 methods measured, out of 31, soonest within 1% of the exact loss at 20 Mbit/s: +0.50% ± 0.20%; "
-    assert name == "fast" and measured == f"{told}tiny, 1,000 steps, 3 seeds"
+    assert name == "fast" and measured == f"{told}the model tiny, 1,000 steps, 3 seeds, --lr 0.01"
     # The model that is asked about, where it was measured.
     both = [row("fast", 2.0), row("demo's", 3.0, model="demo")]
     recorded.write_text(json.dumps(both))
     assert recommended(25e6, "demo", recorded)[0] == "demo's"
     name, measured = recommended(25e6, "125m", recorded)
-    assert name == "fast" and measured.endswith("3 seeds; 125m was not measured")
+    assert name == "fast" and measured.endswith("--lr 0.01; no run of the model 125m")
     short.write_text(json.dumps([other_model]))
     told = "recorded: demo, 999 steps; which is best shows from 1,000 steps on"
     assert recommended(20e6, recorded=short) == ("not known", told)
     assert "10, 20, 50, 100 Mbit/s, and 1000 is not near" in recommended(1e9, recorded=recorded)[1]
+    assert best_rates("demo", recorded) == ("the model demo, 1,000 steps", {"demo's": 0.01})
+    assert best_rates("125m", recorded)[1] == {"fast": 0.01} and best_rates("demo", short) == ("", {})
     assert "no runs" in recommended(20e6, recorded=tmp_path / "none")[1]
 
 

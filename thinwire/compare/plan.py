@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from thinwire.flags import flag
 from thinwire.lab import LabSpec
 from thinwire.launch.machine import choose_dtype, threads_per_worker
 from thinwire.launch.prepare import check
+from thinwire.report.frontier import best_rates
 from thinwire.run.config import DEFAULTS, TrainConfig, with_derived
 from thinwire.run.effects import late_rows, unused_rows
 from thinwire.run.run import Run, tables_in_effect, tokens_of
@@ -227,6 +228,7 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
                     yield f"{option} of {contestant.name}", effect, why
         if contestant.is_whole and num_rounds > 1:
             yield f"rounds of {contestant.name}", "runs whole, in the last round", "its command has no {stop_at}"
+    yield from rate_rows(train, contestants)
     if race.smooth is None and train.steps < DEFAULT_SMOOTH:
         yield f"--smooth {DEFAULT_SMOOTH}", str(train.steps), "there are no more steps"
     for contestant in contestants:
@@ -242,3 +244,28 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
         length = train.steps // num_rounds
         why = f"other steps of a round do without the slow network; --timed-steps {length} times all"
         yield "--timed-steps", " to ".join(map(str, dict.fromkeys([few[0], length if None in timed else few[-1]]))), why
+
+
+def rate_rows(train: TrainConfig, contestants: Sequence[Contestant]) -> Iterator[Row]:
+    """A row that names the contestants for which another learning rate than --lr was best in the recorded runs."""
+    size, best = best_rates(train.model)
+    found: dict[float, list[Contestant]] = {}
+    for one in contestants:
+        if one.strategy and "lr" not in one.options and (rate := recorded_rate(one, best)) not in (None, train.lr):
+            found.setdefault(rate, []).append(one)
+    if found:
+        rates = "; ".join(f"{rate:g} for {', '.join(one.name for one in group)}" for rate, group in found.items())
+        *_, (rate, group) = found.items()
+        own = f"a rate of one's own is written like {group[-1].strategy}[lr={rate:g}]"
+        yield f"--lr {train.lr:g}", "for all without their own", f"best of five with {size}: {rates}; {own}"
+
+
+def recorded_rate(one: Contestant, best: Mapping[str, float]) -> float | None:
+    """The best recorded rate of the same strategy and options, or that of all recorded options of the strategy.
+
+    None where those differ: a rate of other options is then a guess.
+    """
+    if (exact := best.get(str(one))) is not None or "optimizer" in one.options:
+        return exact
+    rates = {rate for text, rate in best.items() if text.partition("[")[0] == one.strategy and "optimizer=" not in text}
+    return rates.pop() if len(rates) == 1 else None

@@ -143,11 +143,24 @@ def recommended(rate: float, model: str = "", recorded: Path = RECORDED) -> tupl
     # The exact run itself comes near its loss.
     soonest = min(rows, key=lambda row: math.inf if row["minutes"][at] is None else row["minutes"][at])
     spread = f" ± {soonest['gap_error']:.2%}" if soonest["seeds"] > 1 else ""
-    size = f"{used}, {soonest['steps']:,} steps, {counted(soonest['seeds'], 'seed')}"
-    other = f"; {model} was not measured" if model not in ("", used) else ""
+    size = f"the model {used}, {soonest['steps']:,} steps, {counted(soonest['seeds'], 'seed')}, --lr {soonest['lr']:g}"
+    other = f"; no run of the model {model}" if model not in ("", used) else ""
     among = f"of the {len(rows)} methods measured, out of {soonest['methods']}, "
     reached = f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}{spread}"
     return soonest["text"], f"{among}{reached}; {size}{other}"
+
+
+def best_rates(model: str, recorded: Path = RECORDED) -> tuple[str, dict[str, float]]:
+    """The best learning rate of each recorded method, as for `thinwire compare --strategies`, and the runs' size.
+
+    Uses the runs of `model`, or of the first recorded one, of at least LEAST_STEPS steps. Empty without such runs.
+    """
+    found = json.loads(recorded.read_text()) if recorded.is_file() else []
+    found = [row for row in found if row["steps"] >= LEAST_STEPS]
+    used = next((row["model"] for row in found if row["model"] == model), found[0]["model"] if found else "")
+    rows = [row for row in found if row["model"] == used]
+    size = f"the model {used}, {rows[0]['steps']:,} steps" if rows else ""
+    return size, {row["text"]: row["lr"] for row in rows}
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:

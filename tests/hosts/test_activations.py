@@ -91,6 +91,14 @@ def test_the_most_that_a_step_takes_is_known_before(recomputes: bool, sampled: f
     assert found.peak_bytes(1) >= 2.99 * logits
 
 
+def test_a_step_of_a_llama_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = CountedBatch(replace(PRESETS["tiny"], vocab_size=77), "plain", 1, 16, "fp32")
+    found = plain.step_bytes()
+    assert replace(plain, batch=2).step_bytes().kept > found.kept
+    monkeypatch.setattr(CountedBatch, "_stepped", None)
+    assert replace(plain).step_bytes() == found
+
+
 def test_what_nobody_can_know_before_is_not_known() -> None:
     assert kept_of(build_skeleton("moe-tiny", 256, 32), "plain", 1, 32) is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,8 +55,11 @@ class CountedBatch:
 
     def step_bytes(self) -> StepMemory:
         """Of one and of two layers, if all are alike; else of all."""
-        if isinstance(self.of, HFCausalLM) and not _are_alike(layers_of(self.of)):
-            return self._of_unlike()
+        if isinstance(self.of, LlamaConfig):
+            return _of_llama(self)
+        return self._of_alike() if _are_alike(layers_of(self.of)) else self._of_unlike()
+
+    def _of_alike(self) -> StepMemory:
         (one, _), (two, peak) = self._stepped(1), self._stepped(2)
         layer = two.bytes - one.bytes
         return StepMemory(one.bytes - layer, layer, self.num_layers, peak - two.bytes)
@@ -132,6 +136,12 @@ class StepMemory:
         """The most that is in memory, if that of only so many layers is there at a time; None: of all."""
         there = self.num_layers if num_layers is None else min(num_layers, self.num_layers)
         return self.ends + there * self.layer + self.passing
+
+
+@lru_cache
+def _of_llama(counted: CountedBatch) -> StepMemory:
+    """Counted once in a process: it takes a second, and each strategy and budget asks for the same."""
+    return counted._of_alike()
 
 
 def kept_of(

@@ -15,6 +15,7 @@ from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.hosts.experts.trip import ExpertWire
 from thinwire.methods.experts import ExpertPlacement
+from thinwire.methods.experts.choice import MOVED, MOVED_GRADIENTS
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Gather(torch.autograd.Function):
         # One message carries them all.
         own = torch.stack([part.detach() for part in parts])
         sends = own[None].expand(len(members), *own.shape)
-        found = _exchange(wire, members, sends, wire.weights, 0, "expert_weights", rounds_own=True)
+        found = _exchange(wire, members, sends, wire.weights, 0, MOVED, rounds_own=True)
         whole = tuple(placement.joined(found[:, number]) for number in range(len(parts)))
         if kept is None:
             return whole
@@ -84,7 +85,7 @@ class Gather(torch.autograd.Function):
         )
         # What two ranks draw for the same weights must not be the same.
         seed = 0 if wire.gradients is None else derive_seed(wire.draw(), wire.own_number)
-        found = _exchange(wire, members, sends, wire.gradients, seed, "expert_weight_gradients")
+        found = _exchange(wire, members, sends, wire.gradients, seed, MOVED_GRADIENTS)
         # Views of one tensor would count their writes together, and one that is sent would seem changed by the next.
         return None, None, None, None, *(found[:, number].sum(0) for number in range(found.shape[1]))
 

@@ -156,7 +156,8 @@ def even_rows(engine: Engine) -> Rows:
     rows = Rows.even(
         experts.placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit, batch.accumulation
     )  # fmt: skip
-    return replace(rows, forwards=engine.forwards)
+    moved = sizes.kept_numel * experts.placement.experts // experts.placement.ranks
+    return replace(rows, forwards=engine.forwards, moved_numel=moved)
 
 
 def tokens_and_limit(engine: Engine) -> tuple[int, int]:

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from tests.cost.fsmoe import fsmoe_s
-from thinwire.cost import Cores, Drawing, Machine, Network, Work, simulate
+from thinwire.cost import Cores, Drawing, Machine, Network, Work, mixture, simulate
 from thinwire.cost.graph import CARRY
 from thinwire.cost.links import Line, Links
-from thinwire.cost.mixture import Portion, pass_graph, passes_s
+from thinwire.cost.mixture import Portion, pass_graph, passes_s, timelines
 
 INF = float("inf")
 
@@ -128,6 +128,17 @@ def test_hops_follow_each_other_and_ranks_of_a_node_share_its_port() -> None:
     # 1 s inside for rank 1; rank 0 has the port alone until then.
     assert simulate(graph, links.machine((0, 0, 1, 1))).makespan_s == pytest.approx(1 + 3 + 0.5)
     assert Counter(task.rank for task in graph.tasks) == {0: 2, 1: 1, 2: 1}
+
+
+def test_the_seconds_of_each_message_are_those_in_which_any_is_under_way() -> None:
+    nodes, links = (0, 1), Links.stated(1.0, INF, 0.5)
+    there, back = {(0, 1): 4.0, (1, 0): 4.0}, {(0, 1): 2.0, (1, 0): 2.0}
+    chunks = [Portion([there], [10.0] * 2, [back], (["dispatch"], ["combine"])) for _ in range(2)]
+    forward, backward = timelines(nodes, chunks, [], links)
+    found = mixture.streams_s(forward, nodes)
+    # The second dispatch leaves when the first is there; results of the first leave while experts work on the second.
+    assert found == pytest.approx({("dispatch", "inter"): 2 * 4.5, ("combine", "inter"): 2 * 2.5})
+    assert sum(found.values()) < forward.makespan_s + 1e-9 and not mixture.streams_s(backward, nodes)
 
 
 def test_bundled_messages_take_as_long_as_those_of_all_pairs() -> None:

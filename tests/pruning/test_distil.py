@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +12,18 @@ import torch
 from torch.nn import functional as F
 
 from tests.pruning.test_prune import mixtral_folder, small, text
+from tests.training.alone import small_config, trainer_of
 from tests.training.commands import check_refused, train_ranks
+from tests.workers import run_workers
 from thinwire import cli
 from thinwire.checkpoint.folder import latest
 from thinwire.checkpoint.source import read_weights
+from thinwire.checkpoint.weights_folder import write_weights
 from thinwire.errors import ConfigError
 from thinwire.models import MoELlama
 from thinwire.models.distil import Distillation
 from thinwire.models.kept import MASKS
-from thinwire.models.moe import MoE
+from thinwire.models.moe import MoE, mixtral_weights
 
 
 def written_out(student: MoELlama, teacher: MoELlama, tokens: torch.Tensor) -> torch.Tensor:
@@ -72,6 +77,44 @@ def test_models_that_are_not_alike_are_refused() -> None:
         ConfigError, match=r"2 layer\(s\) of experts \(4, 16\) .* teacher 2 layer\(s\) of experts \(8, 16\)"
     ):
         Distillation(small(), small(num_local_experts=8))
+
+
+def first_step(rank: int, world_size: int, folder: str) -> tuple[float, list[float], float]:
+    """The agreed weight, the sums of this rank's losses in the first step, and the loss that is displayed."""
+    config = small_config(
+        Path(folder), workers=world_size, local_size=1, strategy="zero", steps=2, sample_tokens=0,
+        tokens_per_step=2 * 2 * 16 * world_size, teacher=f"hf:{folder}/dense",
+    )  # fmt: skip
+    trainer = trainer_of(replace(config, model=f"hf:{folder}/student"), rank, world_size)
+    engine = trainer.engine
+    assert engine.distillation is not None and engine.distillation.weight is not None
+    engine.optimizer.synchronize()
+    with engine._next_batches() as batches:
+        parts = [engine.distillation.parts(*batch) for batch in batches]
+    assert len(parts) == 2
+    trainer._take_step()
+    found = engine.distillation.weight, [float(sum(part)) for part in zip(*parts, strict=True)]
+    loss = trainer.optimizer.mean_loss
+    engine.close()
+    return *found, loss
+
+
+def test_the_weight_is_the_ratio_of_both_losses_of_all_ranks_in_the_first_step(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    ours = mixtral_folder(tmp_path)
+    shutil.copytree(tmp_path / "dense", tmp_path / "student")
+    for param in ours.parameters():
+        param.data.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())))
+    write_weights(tmp_path / "student", mixtral_weights(ours.state_dict()).items())
+    small_config(tmp_path)
+    found = run_workers(first_step, 2, str(tmp_path))
+    text_loss, errors = (sum(parts[kind] for _, parts, _ in found) for kind in (0, 1))
+    # Ranks differ, and so does each one's own ratio.
+    assert found[0][1][0] / found[0][1][1] != pytest.approx(text_loss / errors, rel=1e-4)
+    for weight, _, loss in found:
+        assert weight == pytest.approx(text_loss / errors, rel=1e-6)
+        # The displayed loss is that of the text: of two micro-batches on two ranks.
+        assert loss == pytest.approx(text_loss / 4, rel=1e-6)
 
 
 def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(

@@ -11,7 +11,8 @@ import pytest
 from tests.training.commands import check_refused, train_ranks
 from thinwire.checkpoint.folder import latest
 from thinwire.checkpoint.source import read_weights
-from thinwire.report.metrics import WayEvent, read_events
+from thinwire.report.metrics import OF_MESSAGES, WayEvent, read_events
+from thinwire.report.units import MISSING, bytes_text, seconds_text
 
 STEPS, SAVED = 6, 3
 SMALL = (
@@ -72,6 +73,7 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
     assert re.search(found, runs["found"]["printed"])
     way = rf"{OPEN}: (tokens|experts), linear, \d+ chunks? \(a simulated layer, forward and backward: "
     assert re.search(way, runs["whole"]["printed"])
+    check_streams(runs)
     kept = (runs["whole"]["folder"] / "config.toml").read_text().partition("[experts]")[2]
     # What is open stays so.
     assert all(f'{name} = "auto"' in kept for name in ("move", "route", "chunks"))
@@ -88,6 +90,28 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
     assert "in slices of 1/2" in runs["four"]["printed"] and "4 of 8 experts a rank (no" in runs["whole"]["printed"]
     # What `zero` would send for the whole model, whatever is sent.
     assert runs["whole"]["uncompressed_bytes_per_step"] == 8 * runs["whole"]["parameters"] / 2
+
+
+def check_streams(runs: dict[str, dict[str, Any]]) -> None:
+    """Each message has its seconds beside its bytes, and predicted ones where links were measured."""
+    for name, predicts in (("whole", True), ("four", False)):
+        run = runs[name]
+        sent, seconds, predicted = (run[key] for key in OF_MESSAGES)
+        assert sent.keys() == seconds.keys() and bool(predicted) == predicts
+        assert predicted.keys() <= sent.keys() and all(value > 0 for value in [*seconds.values(), *predicted.values()])
+        # A message is under way in a part of the step.
+        step_s = sum(line["step_s"] for line in run["steps"].values()) / len(run["steps"])
+        assert all(value < step_s for value in seconds.values())
+        page = (run["folder"] / "report.html").read_text()
+        for key in sent:
+            measured = "</td><td>".join((*key.split(", "), bytes_text(sent[key]), seconds_text(seconds[key])))
+            told = seconds_text(predicted[key]) if key in predicted else MISSING
+            assert f"<td>{measured}</td><td>{told}</td>" in page
+    # Forwards are computed twice; only rows to their experts have numbers in front.
+    sent = runs["four"]["sent_by"]
+    back = sent["combine_gradients, inter"]
+    assert sent["dispatch_gradients, inter"] == back and sent["combine, inter"] == 2 * back < sent["dispatch, inter"]
+    assert sent.keys() >= {"gradients, inter", "weights, inter"}
 
 
 def test_rounded_rows_resume_bit_for_bit_and_are_exact_on_one_process(runs: dict[str, dict[str, Any]]) -> None:

@@ -197,6 +197,7 @@ class Exchange:
         self._damaged: list[Tensor] = []
         self._length = length
         self._sent_bytes = 0
+        self._begun_s = time.perf_counter()
         # The payload of a checked message is received once its header has been read.
         self._receives = [] if wire.checked else self._post(self._landings)
 
@@ -218,6 +219,9 @@ class Exchange:
     def _depart(self, peer: int, message: Tensor) -> None:
         num_bytes = self._length(message)
         self._sent_bytes += num_bytes
+        if not self._sends:
+            # What is sent had to be packed first.
+            self._begun_s = time.perf_counter()
         header = self._header(message.numel(), message[:num_bytes]) if self.wire.checked else None
         if faults.are_armed():
             changed = faults.on_message(self.operation, message)
@@ -245,7 +249,7 @@ class Exchange:
         for peer, landing in self._landings.items():
             if landing is not self._buffers[peer]:
                 staging.to_device(landing, self._buffers[peer])
-        self.wire.meter.count(self.operation, self.level, self._sent_bytes, received)
+        self.wire.meter.count(self.operation, self.level, self._sent_bytes, received, self._begun_s)
 
     def _post(self, buffers: Mapping[int, Tensor]) -> list[Pending]:
         return [Pending(self, peer, self._irecv(peer, buffer), "wait_s") for peer, buffer in buffers.items()]

@@ -11,21 +11,26 @@ SECONDS = ("encode_s", "send_s", "wait_s", "decode_s", "exposed_s")
 
 @dataclass(frozen=True)
 class OpReading:
-    """One operation on one level: number of calls, and this rank's payload bytes."""
+    """One operation on one level: number of calls, this rank's payload bytes, and seconds.
+
+    under_way_s: seconds in which a message of it was under way to or from this rank, waiting for the peer included.
+    """
 
     calls: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+    under_way_s: float = 0.0
 
     def __add__(self, other: OpReading) -> OpReading:
         return OpReading(
             self.calls + other.calls,
             self.sent_bytes + other.sent_bytes,
             self.received_bytes + other.received_bytes,
+            self.under_way_s + other.under_way_s,
         )
 
     def __neg__(self) -> OpReading:
-        return OpReading(-self.calls, -self.sent_bytes, -self.received_bytes)
+        return OpReading(-self.calls, -self.sent_bytes, -self.received_bytes, -self.under_way_s)
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,8 @@ class Meter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds = dict.fromkeys(SECONDS, 0.0)
-        # Calls, sent bytes and received bytes.
-        self._operations: dict[tuple[str, str], list[int]] = {}
+        self._operations: dict[tuple[str, str], OpReading] = {}
+        self._ended_s: dict[tuple[str, str], float] = {}
         self._num_damaged = 0
         self.spans: list[TimeSpan] | None = None
 
@@ -121,13 +126,22 @@ class Meter:
             if self.spans is not None:
                 self.spans.append(TimeSpan(kind, job, start_s, end_s))
 
-    def count(self, operation: str, level: str, sent_bytes: int, received_bytes: int) -> None:
-        """Add one call's payload."""
+    def count(
+        self, operation: str, level: str, sent_bytes: int, received_bytes: int, begun_s: float | None = None
+    ) -> None:
+        """Add one call's payload, and its seconds until now, without those that overlap with the call before.
+
+        begun_s: on time.perf_counter's clock; None: its seconds are not known.
+        """
+        key = operation, level
         with self._lock:
-            totals = self._operations.setdefault((operation, level), [0, 0, 0])
-            totals[0] += 1
-            totals[1] += sent_bytes
-            totals[2] += received_bytes
+            alone_s = 0.0
+            if begun_s is not None:
+                now = time.perf_counter()
+                alone_s = now - max(begun_s, self._ended_s.get(key, begun_s))
+                self._ended_s[key] = now
+            call = OpReading(1, sent_bytes, received_bytes, alone_s)
+            self._operations[key] = self._operations.get(key, OpReading()) + call
 
     def count_damaged(self) -> None:
         """Add one message that was damaged on its way."""
@@ -137,7 +151,7 @@ class Meter:
     def snapshot(self) -> MeterReading:
         """The totals so far, as a value that does not change later."""
         with self._lock:
-            operations = {key: OpReading(*totals) for key, totals in self._operations.items()}
+            operations = dict(self._operations)
             seconds, num_damaged = dict(self._seconds), self._num_damaged
         return MeterReading(
             sent_bytes=sum(reading.sent_bytes for reading in operations.values()),

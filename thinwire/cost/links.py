@@ -74,16 +74,17 @@ class Links:
         return cls({(operation, level): line for operation in OPERATIONS for level, line in lines.items()})
 
     def seconds(self, sent: Mapping[tuple[str, str], float]) -> float:
-        """Seconds of the messages that a rank sends, by (operation, level), each operation once and one at a time.
+        """Seconds of the messages that a rank sends, by (operation, level), each operation once and one at a time."""
+        return sum(self.line(*key).seconds(num_bytes) for key, num_bytes in sent.items())
+
+    def line(self, operation: str, level: str) -> Line:
+        """The line of an operation; 0 seconds on a level that has none.
 
         An operation with another name than those of OPERATIONS takes as long as the one whose word it has, or an
         all-to-all.
         """
-        total = 0.0
-        for (name, level), num_bytes in sent.items():
-            kind = next((each for each in OPERATIONS if each.split("_")[1] in name), ALL_TO_ALL)
-            total += self.lines.get((kind, level), Line()).seconds(num_bytes)
-        return total
+        kind = next((each for each in OPERATIONS if each.split("_")[1] in operation), ALL_TO_ALL)
+        return self.lines.get((kind, level), Line())
 
     def machine(self, nodes: Sequence[int]) -> Machine:
         """A machine of ranks on these nodes, for the simulator: all-to-alls take as long as on these links."""

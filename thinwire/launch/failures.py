@@ -13,6 +13,7 @@ from thinwire.checkpoint import latest, step_of
 from thinwire.collectives import faults
 from thinwire.errors import ConfigError, ThinwireError, UnsavedError, counted
 from thinwire.methods.memory.units import read_bytes
+from thinwire.report import write_report
 from thinwire.report.metrics import read_metrics
 from thinwire.run.run_dir import RunDir
 
@@ -34,6 +35,8 @@ def failure(
 ) -> ThinwireError:  # fmt: skip
     """A short message about why the run failed: the first cause, and what is left of the run.
 
+    Writes the report of the steps so far, which no worker has done; not while other islands may go on.
+
     Args:
         timeout_s: how long ranks wait for a silent one.
         is_island: only an island failed, and others may continue.
@@ -53,8 +56,17 @@ def failure(
         saved = step_of(latest(run_dir.checkpoints))
         left[1:1] = [f"--resume goes on after step {saved}" if saved else "no checkpoint is saved, so start anew"]
         left[1:1] = [advice] if advice and is_killed(cause) else []
+        left[1:1] = report_of(run_dir) if records else []
     kind = UnsavedError if is_unsaved(cause) else ThinwireError
     return kind(f"{what}\n{'; '.join(left)}")
+
+
+def report_of(run_dir: RunDir) -> list[str]:
+    """Write the report of a run that has ended early. Return words on it: where it is, or why there is none."""
+    try:
+        return [f"report: {write_report(run_dir.path)}"]
+    except ConfigError as error:
+        return [str(error)]
 
 
 def first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

@@ -9,6 +9,7 @@ from torch import nn
 from thinwire.errors import ConfigError
 from thinwire.models.fused import FusedExperts, fused_experts
 from thinwire.models.hf import HFCausalLM
+from thinwire.models.kept import KeptValues
 from thinwire.models.moe import Experts, MoELlama
 
 
@@ -16,7 +17,8 @@ from thinwire.models.moe import Experts, MoELlama
 class MixtureSizes:
     """Sizes of a mixture: layers with experts, experts of each, their inner width, the rows' width, experts of a token.
 
-    capacity_factor: of the next forward; 0: no row is dropped.
+    capacity_factor: of the next forward; 0: no row is dropped. kept_numel: elements of one expert that pruning has
+    kept; 0: it is not pruned.
     """
 
     layers: int
@@ -25,6 +27,7 @@ class MixtureSizes:
     width: int
     top_k: int
     capacity_factor: float = 0.0
+    kept_numel: int = 0
 
     @property
     def expert_numel(self) -> int:
@@ -56,9 +59,19 @@ def mixture_of(model: nn.Module) -> MixtureSizes | None:
     if isinstance(model, MoELlama):
         own, factor = model.config, model.capacity_factor
         sizes = own.num_hidden_layers, own.num_local_experts, own.intermediate_size, own.hidden_size
-        return MixtureSizes(*sizes, own.num_experts_per_tok, factor)
+        return MixtureSizes(*sizes, own.num_experts_per_tok, factor, kept_of(next(iter(experts_of(model).values()))))
     found = list(fused_experts(model).values()) if isinstance(model, HFCausalLM) else []
     if not found or not isinstance(model, HFCausalLM):
         return None
     first = found[0]
-    return MixtureSizes(len(found), first.num_experts, first.inner, first.width, model.model.config.num_experts_per_tok)
+    top_k = model.model.config.num_experts_per_tok
+    return MixtureSizes(
+        len(found), first.num_experts, first.inner, first.width, top_k, kept_numel=kept_of(first)
+    )  # fmt: skip
+
+
+def kept_of(experts: Experts | FusedExperts) -> int:
+    """Elements of one expert that pruning has kept, in parameters that have the experts first; 0: it is not pruned."""
+    module = module_of(experts)
+    is_pruned = any(isinstance(each, KeptValues) for each in module.modules())
+    return sum(param.numel() // len(param) for param in module.parameters()) if is_pruned else 0

@@ -209,7 +209,7 @@ def choose_attention(run: Run, dtype: str | None) -> tuple[Run, list[Row]]:
         told = str(layout), why
     method, why = told_by_first(told, "the attention of sequences")
     rows = [(f"--sequence.method {AUTO}", method, why), measured_row(links)]
-    return replace(run, sequence=replace(asked, method=method)), rows
+    return replace(run, sequence=replace(asked, method=method), attention_links=links), rows
 
 
 def measured_row(links: Links) -> Row:

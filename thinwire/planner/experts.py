@@ -207,7 +207,8 @@ def rows_of(sizes: MixtureSizes, placement: ExpertPlacement, config: ExplainConf
     num_tokens, dtype = tokens_of(config, shape), torch.bfloat16 if config.dtype == "bf16" else torch.float32
     limit = check_capacity(sizes.capacity_factor, num_tokens, sizes.experts, sizes.top_k)
     nodes = placement.ranks // local_size(config, shape)
-    return Rows.even(placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit, config.passes)
+    rows = Rows.even(placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit, config.passes)
+    return replace(rows, moved_numel=sizes.kept_numel * placement.experts // placement.ranks)
 
 
 def tokens_of(config: ExplainConfig, shape: MeshShape) -> int:

@@ -129,12 +129,15 @@ class TrafficEvent:
         after_step: the last step that counts.
         first_step: the step after which the process was started.
         sent_by: bytes of a step, on average since then, by message and level.
+        message_s: seconds of a step in which they were under way, likewise; predicted_message_s: as predicted.
     """
 
     event: str = field(default="traffic", kw_only=True)
     after_step: int
     first_step: int
     sent_by: dict[str, float]
+    message_s: dict[str, float] = field(default_factory=dict)
+    predicted_message_s: dict[str, float] = field(default_factory=dict)
 
 
 # Who waits at a change of membership, and from when, by noun; {} is for the seconds.
@@ -142,6 +145,8 @@ WAITED = {
     "island": "this island waited {} from the start of the exchange that broke off",
     "stage": "rank 0 waited {} from when it missed the other",
 }
+# Of a message and level: bytes, seconds, predicted seconds.
+OF_MESSAGES = ("sent_by", "message_s", "predicted_message_s")
 # Of a way.
 TRIED = "to be tried"
 RunEvent = MembershipEvent | WayEvent | TrafficEvent

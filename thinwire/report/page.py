@@ -17,7 +17,7 @@ from thinwire.cost.drift import moved_s
 from thinwire.errors import ConfigError
 from thinwire.report.charts import Figure, figures
 from thinwire.report.machine import machine
-from thinwire.report.metrics import WAITED
+from thinwire.report.metrics import OF_MESSAGES, WAITED
 from thinwire.report.planned import planned_figures
 from thinwire.report.run import RunFiles, number, read_run
 from thinwire.report.timeline import timeline_figures
@@ -34,6 +34,11 @@ PREDICTED = {
 BORDER = (
     "Where ranks share the cores of a machine, read the step and not its parts: the border between computing and "
     "waiting is not predicted there."
+)
+UNDER_WAY = (
+    "Under way: seconds in which a message of that name was on its way to or from rank 0, waiting for the other rank "
+    "included, so a rank that comes late counts, and messages of different names may overlap. They are predicted where "
+    "the run has measured its links."
 )
 # Formats of values in summary.json, by the suffix of their names; the first that matches is used.
 UNITS = {
@@ -260,18 +265,19 @@ def numbers(value: Any) -> str:
 
 
 def sent_table(run: RunFiles) -> str:
-    """Bytes that rank 0 sent in a step, by message and level: of each start of the run, up to its last checkpoint."""
-    last = {
-        "first_step": run.summary.get("resumed_after", 0), "after_step": run.summary.get("steps"),
-        "sent_by": run.summary.get("sent_by"),
-    }  # fmt: skip
+    """The messages of rank 0 in a step, by name and level: of each start of the run, up to its last checkpoint."""
+    last = {"first_step": run.summary.get("resumed_after", 0), "after_step": run.summary.get("steps")}
+    last |= {name: run.summary.get(name) for name in OF_MESSAGES}
     parts = [each for each in run.traffic if not run.summary or each.get("first_step") != last["first_step"]]
     rows = []
     for part in [*parts, last]:
-        sent = part["sent_by"] if isinstance(part.get("sent_by"), Mapping) else {}
+        sent, *seconds = (part[key] if isinstance(part.get(key), Mapping) else {} for key in OF_MESSAGES)
         steps = f"{number(part.get('first_step')) + 1:.0f} to {number(part.get('after_step')):.0f}"
-        rows += [(steps, *name.rsplit(", ", 1), bytes_text(number(value))) for name, value in sent.items()]
-    return table("Bytes by message", ("steps", "message", "level", "of rank 0 and step"), rows) if rows else ""
+        for name, value in sent.items():
+            spans = [seconds_text(number(each[name])) if name in each else MISSING for each in seconds]
+            rows.append((steps, *name.rsplit(", ", 1), bytes_text(number(value)), *spans))
+    header = ("steps", "message", "level", "sent in a step", "under way, measured", "under way, predicted")
+    return f"{table('Messages of rank 0', header, rows)}<p>{text(UNDER_WAY)}</p>" if rows else ""
 
 
 def figure(item: Figure) -> str:
@@ -304,7 +310,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     rows = [
         f'<tr><td>{text(name)}</td><td title="{text(exact(value))}">{text(value_text(name, value))}</td></tr>'
         for name, value in flat(summary)
-        if name.split(".")[0] not in ("effects", "sample", "sent_by", "expert_rows")
+        if name.split(".")[0] not in ("effects", "sample", *OF_MESSAGES, "expert_rows")
     ]
     return raw_table("Summary", ("key in summary.json", "value"), rows) if rows else ""
 

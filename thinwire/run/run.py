@@ -51,6 +51,7 @@ class Run:
         sequence, experts: options of sequences and of experts that lie on several ranks, if any.
         residency: what lies on a disk, if anything.
         links: as the ranks have measured them to choose how rows travel; None: all is stated.
+        attention_links: likewise, to choose what ranks of a sequence exchange.
         choices: the strategies from which the ranks choose later; `strategy` stands for them. Empty: it is stated.
     """
 
@@ -61,6 +62,7 @@ class Run:
     experts: ExpertParallel | None = None
     residency: Residency | None = None
     links: Links | None = None
+    attention_links: Links | None = None
     choices: tuple[Method, ...] = ()
 
     @classmethod

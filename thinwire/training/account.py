@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from thinwire.cost.links import Line, Links
 from thinwire.hosts.pipeline.plans import Prediction
 from thinwire.models.capacity import RowLoad
-from thinwire.report.metrics import StepMetrics
+from thinwire.report.metrics import OF_MESSAGES, StepMetrics
 from thinwire.tiers import TierReading
 from thinwire.training.engine import Engine
 from thinwire.training.reporter import Reporter
@@ -70,11 +72,29 @@ class StepAccount:
         sent, self._sent = now - self._sent, now
         return sent.sent_bytes
 
-    def sent_by(self, step: int) -> dict[str, float]:
-        """Bytes that this rank has sent in a step, on average, by operation and level."""
-        sent, steps = self._sent - self._first_sent, max(1, step - self.first_step)
-        found = {f"{name}, {level}": each.sent_bytes / steps for (name, level), each in sent.operations.items()}
-        return {name: num_bytes for name, num_bytes in sorted(found.items()) if num_bytes}
+    def messages(
+        self, step: int, links: Links | None = None, simulated: Mapping[tuple[str, str], float] | None = None
+    ) -> dict[str, dict[str, float]]:
+        """The bytes that this rank has sent in a step, and their seconds, on average, by operation and level.
+
+        The predicted seconds are the simulated ones. Those of all other messages are what the links take for them, one
+        after the other.
+
+        Args:
+            links: as measured; None: nothing is predicted. simulated: seconds of all steps.
+        """
+        steps, simulated = max(1, step - self.first_step), simulated or {}
+        found: dict[str, dict[str, float]] = {name: {} for name in OF_MESSAGES}
+        for (name, level), each in sorted((self._sent - self._first_sent).operations.items()):
+            if not each.sent_bytes:
+                continue
+            key, line = f"{name}, {level}", Line() if links is None else links.line(name, level)
+            alone_s = each.calls * line.alpha_s + each.sent_bytes * line.beta_s
+            predicted_s = simulated.get((name, level), alone_s)
+            for kind, value in zip(OF_MESSAGES, (each.sent_bytes, each.under_way_s, predicted_s), strict=True):
+                if value:
+                    found[kind][key] = value / steps
+        return found
 
     @property
     def expert_rows(self) -> list[Any]:

@@ -17,6 +17,7 @@ from thinwire.options import has_islands
 from thinwire.report import write_report
 from thinwire.report.machine import versions
 from thinwire.report.metrics import (
+    OF_MESSAGES,
     TRIED,
     WAITED,
     MembershipEvent,
@@ -36,7 +37,7 @@ from thinwire.table import Row
 from thinwire.training.planned import core_share_of
 
 # Of summary.json: what belongs to the layout that took the steps.
-OF_A_STEP = ("sent_by", "uncompressed_bytes_per_step", "uncompressed_of")
+OF_A_STEP = (*OF_MESSAGES, "uncompressed_bytes_per_step", "uncompressed_of")
 # Of what the bytes in fp32 are, where ranks send more than gradients and weights.
 WHOLE_MODELS = "whole models that average gradients"
 
@@ -100,9 +101,9 @@ class Reporter:
             seconds = f" ({seconds_text(event.measured_s)} a layer)" if event.measured_s else ""
             self.progress.say(f"rows to experts after step {event.after_step}: {event.way}: {event.why}{seconds}")
 
-    def traffic(self, step: int, sent_by: Mapping[str, float]) -> None:
-        """Record the bytes of a step by message, which no summary will have if the run is killed."""
-        self._write(TrafficEvent(step, self.first_step, dict(sent_by)))
+    def traffic(self, step: int, messages: Mapping[str, dict[str, float]]) -> None:
+        """Record the messages of a step, see OF_MESSAGES, which no summary will have if the run is killed."""
+        self._write(TrafficEvent(step, self.first_step, *(messages[kind] for kind in OF_MESSAGES)))
 
     def timeline(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Write what the stages of a pipeline did in one step, in Chrome's trace format."""
@@ -121,7 +122,8 @@ class Reporter:
     def finish(
         self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,
         peak_rss_bytes: int, unsaved: str = "", device: str = "cpu", dtype: str = "fp32", peak_allocated_bytes: int = 0,
-        sent_bytes: int = 0, sent_by: Mapping[str, float] | None = None, expert_rows: Sequence[Sequence[int]] = (),
+        sent_bytes: int = 0, messages: Mapping[str, Mapping[str, float]] | None = None,
+        expert_rows: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
         """Write summary.json and report.html, and print where they are.
 
@@ -147,7 +149,7 @@ class Reporter:
             "predicted_pipeline_s": records[-1].predicted_pipeline_s if records else 0.0,
             "sent_bytes_per_step": typical["sent_bytes"],
             "sent_bytes": sent_bytes,
-            "sent_by": dict(sent_by or {}),
+            **{kind: (messages or {}).get(kind, {}) for kind in OF_MESSAGES},
             "expert_rows": expert_rows,
             "last_exchange_bytes": self.last_bytes,
             "uncompressed_bytes_per_step": self.uncompressed_bytes,

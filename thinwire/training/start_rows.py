@@ -108,7 +108,7 @@ def expert_row(engine: Engine, experts: ExpertRanks) -> Row:
     """A row about the rows that travel to experts and back in a step, beside gradients and weights."""
     sizes, placement, local = mixture_of(engine.model), experts.placement, experts.comm.topology.local_size
     assert sizes is not None
-    part_numel = sizes.experts * sizes.expert_numel // placement.ranks
+    part_numel = placement.experts * sizes.expert_numel // placement.ranks
     of_layer = sent(placement, even_rows(engine), experts.options, part_numel, local)
     own = sum(num_bytes for (rank, _), num_bytes in of_layer.items() if rank == experts.comm.rank)
     of_step = own * sizes.layers * engine.batch.accumulation

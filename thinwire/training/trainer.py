@@ -67,6 +67,7 @@ class Trainer:
         self.step, load_report = begin(self.checkpoints, saved, reunion, survivor)
         self._watchdog = Watchdog(run.config.dead_steps)
         self._account = StepAccount(self.engine, self.step)
+        self._links = run.links or run.attention_links
         self.reporter: Reporter | None = None if survivor is None else survivor.reporter
         self.onlooker: Progress | None = None
         own_rows = [*advice, *rows_on_options(self.engine)]
@@ -134,7 +135,7 @@ class Trainer:
             elif self.step < last and self._saves_now:
                 self.checkpoints.save(self.step)
                 if self.reporter is not None and self.stage.experts is not None:
-                    self.reporter.traffic(self.step, self._account.sent_by(self.step))
+                    self.reporter.traffic(self.step, self._messages())
         if self.step < self.config.steps and not stopped:
             stopped = f"--stop-at {self.config.stop_at}"
         if self.optimizer.has_own_pace:
@@ -174,8 +175,13 @@ class Trainer:
                 stopped=stopped or "finished", sample=sample,
                 parameters=self.engine.num_parameters, peak_rss_bytes=peak_rss, unsaved=unsaved,
                 device=self.device.name, dtype=self.dtype, peak_allocated_bytes=peak_allocated,
-                sent_bytes=sent_bytes, sent_by=self._account.sent_by(self.step), expert_rows=self._account.expert_rows,
+                sent_bytes=sent_bytes, messages=self._messages(), expert_rows=self._account.expert_rows,
             )  # fmt: skip
+
+    def _messages(self) -> dict[str, dict[str, float]]:
+        """Bytes and seconds of a step's messages so far."""
+        simulated = self.ways.predicted_streams_s if self.ways is not None else None
+        return self._account.messages(self.step, self._links, simulated)
 
     def _finish(self) -> None:
         """Leave the result in the model, and report its cost, which belongs to no single step."""

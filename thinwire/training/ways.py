@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -49,6 +50,8 @@ class WaysInUse:
             sizes.layers * engine.batch.accumulation, run.links,
         )  # fmt: skip
         self._known: Load | None = None
+        # Since the start.
+        self.predicted_streams_s: Counter[tuple[str, str]] = Counter()
         self._holds = stated.get("release") == AUTO
 
     @classmethod
@@ -83,6 +86,7 @@ class WaysInUse:
         rows = self._rows(load)
         self._known = self.dictionary.load(rows, load.needed)
         predicted_s = self._known.predicted.get(self.dictionary.now, 0.0)
+        self.predicted_streams_s.update(self.dictionary.streams(self._known, rows))
         self.engine.optimizer.told = self.dictionary.note(seconds, rows, load.needed)
         return predicted_s
 
@@ -152,7 +156,8 @@ def even_rows(engine: Engine) -> Rows:
     rows = Rows.even(
         experts.placement, num_tokens, sizes.top_k, sizes.width, dtype, nodes, limit, batch.accumulation
     )  # fmt: skip
-    return replace(rows, forwards=engine.forwards)
+    moved = sizes.kept_numel * experts.placement.experts // experts.placement.ranks
+    return replace(rows, forwards=engine.forwards, moved_numel=moved)
 
 
 def tokens_and_limit(engine: Engine) -> tuple[int, int]:

@@ -12,6 +12,8 @@ import thinwire
 from tests.workers import run_workers
 from thinwire import ConfigError, ExpertParallel
 from thinwire.hosts.experts.checks import check_experts
+from thinwire.hosts.experts.parallel import ExpertRanks
+from thinwire.methods.experts import Rows, facts, sent
 from thinwire.models.hf import HFCausalLM
 from thinwire.models.seam import mixture_of
 from thinwire.pruning.masks import mask_of
@@ -67,9 +69,26 @@ def errors(rank: int, kind: str, is_pruned: bool = False) -> float:
         own[name] = every[list(same)].sum(0) / 4
     pairs += [(grad, truth.get_parameter(name).grad) for name, grad in ep.gather(own).items()]
     num_tensors = len(ep.shapes)
+    if ep.options.move == "experts":
+        check_moved(rank, ep, truth, is_pruned)
     ep.close()
     assert num_tensors == (8 if is_pruned else 4)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def check_moved(rank: int, ep: ExpertRanks, whole: HFCausalLM, is_pruned: bool) -> None:
+    """Experts that move have travelled once each way: all of their weights, or those that pruning has kept, half."""
+    sizes = mixture_of(whole)
+    assert sizes is not None and 2 * sizes.kept_numel == is_pruned * sizes.expert_numel
+    rows = Rows([[0] * 4] * 4, sizes.width, of_experts=torch.float64, moved_numel=sizes.kept_numel)
+    row = facts(ep.options, ep.placement, rows, 2, 1, sizes.expert_numel, 2)[0]
+    assert row[2].startswith("0.018 MB" if is_pruned else "0.037 MB")
+    pairs = sent(ep.placement, rows, ep.options, sizes.expert_numel, 2)
+    planned = sum(num_bytes for (source, _), num_bytes in pairs.items() if source == rank)
+    assert planned == 2 * 3 * 8 * sizes.expert_numel // (1 + is_pruned)
+    counted = ep.comm.meter.snapshot()
+    moved = counted.sent_by("expert_weights") + counted.sent_by("expert_weight_gradients")
+    assert moved == sizes.layers * planned
 
 
 def all_kinds(rank: int, world_size: int) -> list[float]:

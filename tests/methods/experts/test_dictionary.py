@@ -10,7 +10,7 @@ import torch
 
 from thinwire.cost.links import Line, Links
 from thinwire.methods.experts import MEASURE, ExpertParallel, ExpertPlacement, Rows, WayDictionary, sent, way_text
-from thinwire.methods.experts.choice import choose_way, pass_s
+from thinwire.methods.experts.choice import choose_way, layer_streams_s, pass_s
 from thinwire.methods.experts.dictionary import WINDOW
 
 PLACE = ExpertPlacement(8, 4)
@@ -61,6 +61,32 @@ def test_close_ways_are_tried_again_and_one_chunk_always() -> None:
     taken = steps(ways, {many: 0.6, one: 0.5}, 20)
     # In turns, until each was measured three times.
     assert taken[:12] == ([many] * 2 + [one] * 2) * 3 and set(taken[12:]) == {one}
+
+
+def test_each_message_of_a_way_has_its_name_and_its_seconds() -> None:
+    place = ExpertPlacement(8, 4, 2)
+    rows = Rows.even(place, 512, 2, 32, torch.float32, 2, passes=4)
+    links = replace(LINKS, product=Line())
+    moved = {"expert_weights", "expert_weight_gradients"}
+    ways = {"dispatch", "combine", "combine_gradients", "dispatch_gradients"}
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({}, ways), ({"route": "2dh"}, ways), ({"move": "slices"}, ways | moved),
+        ({"move": "experts"}, moved),
+    ]  # fmt: skip
+    for options, names in cases:
+        way = ExpertParallel(4, 2, **options)
+        found = layer_streams_s(way, place, rows, links=links, **SIZES)
+        assert {name for name, _ in found} == names and all(seconds > 0 for seconds in found.values())
+        whole_s = sum(pass_s(way, place, rows, links=links, **SIZES, is_backward=back) for back in (False, True))
+        # In one chunk the messages follow each other; of two levels some are under way at once.
+        assert max(found.values()) <= whole_s < 1.001 * sum(found.values())
+        if moved & names:
+            once = layer_streams_s(replace(way, once_a_step=True), place, rows, links=links, **SIZES)
+            assert all(once[key] == pytest.approx(found[key] / (4 if key[0] in moved else 1)) for key in found)
+    ways_of_run = made()
+    load = ways_of_run.load(ROWS, 1.0)
+    layer_s = layer_streams_s(ways_of_run.ways[ways_of_run.now], PLACE, ROWS, links=LINKS, **SIZES)
+    assert ways_of_run.streams(load, ROWS) == {key: 3 * seconds for key, seconds in layer_s.items()}
 
 
 def test_in_each_layer_ranks_wait_for_its_own_busiest_expert() -> None:

@@ -20,7 +20,7 @@ from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.experts.once import Once, work_on
 from thinwire.hosts.experts.stopwatch import Stopwatch
 from thinwire.hosts.experts.trip import ExpertWire
-from thinwire.hosts.experts.weights import Gather, Gathered
+from thinwire.hosts.experts.weights import Gather, Gathered, KeptBits
 from thinwire.hosts.experts.wires import entering, wire_of
 from thinwire.hosts.ranks import along, neighbours
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
@@ -55,6 +55,7 @@ class ExpertRanks:
         comm: the ranks that share the experts.
         everyone: all ranks that train the model.
         replicas: global ranks that hold the same experts as this one.
+        kept_bits: of pruned experts, see KeptBits.
         shapes: of the whole tensors of experts, by name, see `tensors_of`.
     """
 
@@ -73,6 +74,7 @@ class ExpertRanks:
         self._held: tuple[ShardedOptimizer, float | None] | None = None
         self._followed: ShardedOptimizer | None = None
         self._kept: dict[tuple[nn.Module, str], Gathered] = {}
+        self.kept_bits: dict[nn.Module, KeptBits] = {}
 
     @property
     def members(self) -> list[int]:
@@ -138,11 +140,12 @@ class ExpertRanks:
         kept = self._kept_of(experts) if torch.is_grad_enabled() else None
         if move == "experts":
             every = range(comm.world_size)
-            return experts.product(rows, counts, Gather.apply(self.wire, every, placement, kept, *weights))
+            bits = self.kept_bits.get(module_of(experts))
+            return experts.product(rows, counts, Gather.apply(self.wire, every, placement, kept, bits, *weights))
         if (gathered := self.options.gathered) > 1:
             first = comm.rank - comm.rank % gathered
             group = range(first, first + gathered)
-            weights = Gather.apply(self.wire, group, placement.inside(gathered), kept, *weights)
+            weights = Gather.apply(self.wire, group, placement.inside(gathered), kept, None, *weights)
         return work_on(self.wire, experts, rows, counts, tuple(weights))
 
     @contextmanager
@@ -348,6 +351,8 @@ def expert_parallel(
         comm = make(own, local_size=along(everyone.topology, members), meter=everyone.meter)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     made = ExpertRanks(options, placement, comm, everyone, shapes, stride, seed, asked)
+    pruned = [each for each in found.values() if any(isinstance(m, KeptValues) for m in module_of(each).modules())]
+    made.kept_bits = {module_of(each): KeptBits(each) for each in pruned}
     for tensor in tensors.values():
         tensor.data = placement.part(tensor.data, comm.rank).clone(memory_format=torch.contiguous_format)
     if options.capacity is not None:

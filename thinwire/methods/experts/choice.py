@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Literal
 
 from thinwire.cost.links import ALL_TO_ALL, INTER, INTRA, SCATTER, Line, Links
-from thinwire.cost.mixture import Portion, passes_s
+from thinwire.cost.mixture import Portion, passes_s, streams_s, timelines
 from thinwire.errors import Problems
 from thinwire.methods.experts.layout import ExpertPlacement
 from thinwire.methods.experts.options import AUTO, MOST_CHUNKS, SAME, ExpertParallel
@@ -19,6 +19,8 @@ from thinwire.methods.experts.traffic import Rows, legs
 
 # Where a link takes no time.
 MOST_ROOM = 1 << 40
+# The meter's names of weights that move, and of their gradients.
+MOVED, MOVED_GRADIENTS = "expert_weights", "expert_weight_gradients"
 ROUTES: tuple[Literal["linear", "2dh", "once"], ...] = ("linear", "2dh", "once")
 
 
@@ -123,20 +125,40 @@ def pass_s(
     is_backward: bool,
 ) -> float:  # fmt: skip
     """Seconds of one layer's forward or backward, simulated, on average over the micro-batches; see choose_way."""
-    if options.once_a_step and rows.passes > 1:
-        # Weights, or the sums of their gradients, travel in one of them.
-        each = replace(options, once_a_step=False)
-        how = part_numel, local_size, links
-        moving_s, others_s = (
-            pass_s(each, placement, replace(rows, moves=moves), *how, is_backward=is_backward)
-            for moves in (True, False)
-        )
-        return (moving_s + (rows.passes - 1) * others_s) / rows.passes
-    chunks = passes(options, placement, rows, part_numel, local_size, links)[is_backward]
-    # Two messages of each further chunk, and their hops, cost processors that have no time to spare.
-    more_s = (len(chunks[0].there) + len(chunks[0].back)) * (len(chunks) - 1) * links.message_s
-    both = ([], chunks) if is_backward else (chunks, [])
-    return passes_s(nodes_of(placement, local_size), *both, links) + more_s
+    seconds = 0.0
+    for share, one, moved in micro_batches(options, rows):
+        chunks = passes(one, placement, moved, part_numel, local_size, links)[is_backward]
+        # Two messages of each further chunk, and their hops, cost processors that have no time to spare.
+        more_s = (len(chunks[0].there) + len(chunks[0].back)) * (len(chunks) - 1) * links.message_s
+        both = ([], chunks) if is_backward else (chunks, [])
+        seconds += share * (passes_s(nodes_of(placement, local_size), *both, links) + more_s)
+    return seconds
+
+
+def micro_batches(options: ExpertParallel, rows: Rows) -> list[tuple[float, ExpertParallel, Rows]]:
+    """The kinds of a step's micro-batches: the share of each, and what travels in it."""
+    if not options.once_a_step or rows.passes == 1:
+        return [(1.0, options, rows)]
+    # Weights, or the sums of their gradients, travel in one of them.
+    each, share = replace(options, once_a_step=False), 1 / rows.passes
+    return [(share, each, replace(rows, moves=True)), (1 - share, each, replace(rows, moves=False))]
+
+
+def layer_streams_s(
+    options: ExpertParallel, placement: ExpertPlacement, rows: Rows | Sequence[Rows], part_numel: int, local_size: int,
+    links: Links,
+) -> dict[tuple[str, str], float]:  # fmt: skip
+    """Of the seconds of a layer, those in which each message is under way, by (name, level); see `streams_s`."""
+    layers = [rows] if isinstance(rows, Rows) else rows
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    nodes = nodes_of(placement, local_size)
+    for layer in layers:
+        for share, one, moved in micro_batches(options, layer):
+            both = timelines(nodes, *passes(one, placement, moved, part_numel, local_size, links), links)
+            for timeline, times in zip(both, (layer.forwards, 1), strict=True):
+                for key, seconds in streams_s(timeline, nodes).items():
+                    found[key] += share * times * seconds / len(layers)
+    return dict(found)
 
 
 def nodes_of(placement: ExpertPlacement, local_size: int) -> list[int]:
@@ -151,15 +173,26 @@ def passes(
     # Two operations for each weight of a rank's part of an expert, or of whole ones where their weights come to it.
     each = 2 * part_numel // placement.each * (placement.slices if options.move == "experts" else options.gathered)
     forward, backward = [], []
+    has_moved = rows.moves and (options.move == "experts" or options.gathered > 1)
     for number, ways in enumerate(legs(placement, rows, options, part_numel, local_size)):
         flops = [each * num for num in rows_there(placement, rows, options, number)]
-        forward.append(Portion(ways[0], [links.product.seconds(amount) for amount in flops], ways[1]))
+        names = named(ways[0], "dispatch", MOVED * (has_moved and not number)), named(ways[1], "combine")
+        forward.append(Portion(ways[0], [links.product.seconds(amount) for amount in flops], ways[1], names))
     back = options.in_backward
     for number, ways in enumerate(legs(placement, rows, back, part_numel, local_size)):
         flops = [each * num for num in rows_there(placement, rows, back, number)]
         # Gradients of inputs and of weights.
-        backward.append(Portion(ways[2], [2 * links.product.seconds(amount) for amount in flops], ways[3]))
+        # They return after all else.
+        last = MOVED_GRADIENTS * (has_moved and not number)
+        names = named(ways[2], "combine_gradients"), named(ways[3], "dispatch_gradients", last)[::-1]
+        work_s = [2 * links.product.seconds(amount) for amount in flops]
+        backward.append(Portion(ways[2], work_s, ways[3], names))
     return forward, backward[::-1]
+
+
+def named(hops: Sequence[object], name: str, first: str = "") -> list[str]:
+    """The name of each hop's messages. first: that of the first hop; empty: the same."""
+    return [first or name, *[name] * len(hops)][: len(hops)]
 
 
 def idle_s(

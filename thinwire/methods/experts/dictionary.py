@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from thinwire.cost.links import Links
-from thinwire.methods.experts.choice import choose_way, has_parts, near_to, ways_of
+from thinwire.methods.experts.choice import choose_way, has_parts, layer_streams_s, near_to, ways_of
 from thinwire.methods.experts.layout import ExpertPlacement
 from thinwire.methods.experts.options import AUTO, MOST_CHUNKS, SAME, ExpertParallel
 from thinwire.methods.experts.traffic import Rows, chunks_text
@@ -35,11 +35,13 @@ class Load:
         predicted: seconds of a step's layers.
         untried: numbers of the ways that are still to be tried, in this order.
         measured: the last seconds of each way that was in use.
+        streams: of a step's layers, the predicted seconds of each message of a way, by (name, level).
     """
 
     predicted: dict[int, float]
     untried: list[int]
     measured: dict[int, deque[float]] = field(default_factory=dict)
+    streams: dict[int, dict[tuple[str, str], float]] = field(default_factory=dict)
 
     def typical(self, way: int) -> float:
         """The median of the measured seconds of a way; 0: not measured."""
@@ -138,6 +140,14 @@ class WayDictionary:
             predicted = {self._numbers[way]: each * self.passes for way, each in found.items() if way in self._numbers}
             self.loads[bucket] = Load(predicted, self._near(predicted))
         return self.loads[bucket]
+
+    def streams(self, load: Load, rows: Rows | Sequence[Rows]) -> dict[tuple[str, str], float]:
+        """The predicted seconds of each message of the way in use, in a step's layers, by (name, level)."""
+        if self.now not in load.streams:
+            how = self.placement, rows, self.part_numel, self.local_size, self.links
+            found = layer_streams_s(self.ways[self.now], *how)
+            load.streams[self.now] = {key: seconds * self.passes for key, seconds in found.items()}
+        return load.streams[self.now]
 
     def _near(self, predicted: dict[int, float]) -> list[int]:
         """Of what travels, and by each route, the fastest number of chunks if it is near; and one chunk, always.

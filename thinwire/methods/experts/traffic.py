@@ -31,6 +31,7 @@ class Rows:
         top_k: experts of a token; for rows that enter a node once.
         dtype: of the rows. of_weights: dtype of the weights of a token's experts. of_experts: of experts that move.
         passes: micro-batches of a step, over which what is gathered once a step is counted.
+        moved_numel: elements of a rank's part that travel if experts do; 0: all of its weights.
         forwards: forwards of a micro-batch: 2 if layers are computed again.
         moves: whether weights that move do so now; they need not in all micro-batches of a step.
     """
@@ -45,6 +46,7 @@ class Rows:
     passes: int = 1
     moves: bool = True
     forwards: int = 1
+    moved_numel: int = 0
 
     @classmethod
     def even(
@@ -111,7 +113,7 @@ def legs(
     for source, home in product(range(placement.ranks), repeat=2):
         gathers = source // options.gathered == home // options.gathered
         if source != home and rows.moves and (gathers or options.move == "experts"):
-            size = part_numel // rows.width, rows.width, rows.of_experts
+            size = -(-(rows.moved_numel or part_numel) // rows.width), rows.width, rows.of_experts
             moved[source, home], returned[source, home] = (
                 rows_bytes(*size, options.codec(kind)) // (rows.passes if options.once_a_step else 1)
                 for kind in ("weights", "gradients")
@@ -239,7 +241,7 @@ def facts(
     part_numel = placement.experts * expert_numel // placement.ranks
     for (source, _), num_bytes in sent(placement, rows, options, part_numel, local_size).items():
         by_rank[source] += num_bytes * layers * micro_batches
-    whole = 4 * placement.experts * expert_numel * layers
+    whole = 4 * placement.ranks * (rows.moved_numel or part_numel) * layers
     return [
         (
             f"experts over {options.parallel} ranks", str(placement),

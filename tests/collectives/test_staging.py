@@ -16,6 +16,7 @@ from thinwire.collectives.rounds import Rounds
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
 from thinwire.registry import strategy_named
+from thinwire.state.replicas import check_device
 
 
 class LateDevice:
@@ -112,6 +113,8 @@ def test_other_devices_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="meta"):
         staging.must_stage(torch.empty(3, device="meta"))
     model = nn.Linear(4, 4, device="meta")
+    with pytest.raises(ConfigError, match="'weight' has no shape yet: call the model once on a batch"):
+        check_device(dict(nn.LazyLinear(2).named_parameters()))
     with pytest.raises(ConfigError, match=r"'weight' is on device meta: it must be materialised"):
         thinwire.zero(model, torch.optim.SGD(model.parameters(), lr=0.1), thinwire.SDP4Bit())
 

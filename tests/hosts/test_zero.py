@@ -440,6 +440,13 @@ def by_hand(rank: int, world_size: int) -> dict:
     with pytest.raises(RuntimeError) as caught:
         optimizer.step()
     found["moved"] = str(caught.value)
+    other = nn.Linear(8, 8, bias=False)
+    other, optimizer = thinwire.zero(other, torch.optim.SGD(other.parameters(), lr=1.0), Zero())
+    other.load_state_dict({"weight": torch.ones(8, 8)}, assign=True)
+    other(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    found["replaced"] = str(caught.value)
     return found
 
 
@@ -449,6 +456,7 @@ def test_weights_and_gradients_handled_by_hand() -> None:
         assert found["flip"]
         assert found["clipped twice"] == pytest.approx((80.0, 1.0, 0.5), rel=1e-3)
         assert "no longer lies where zero() put it" in found["moved"]
+        assert "'weight' no longer lies where zero() put it" in found["replaced"]
 
 
 class WithExperts(nn.Module):

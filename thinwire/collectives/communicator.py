@@ -336,7 +336,9 @@ class Communicator:
         wait_for_all(list(self._unfinished))
         if not self._is_outside and self._broken is None:
             give_back(self._wire.members)
-        self._broken = self._broken or RuntimeError("this communicator is closed")
+        self._broken = self._broken or RuntimeError(
+            "close() was called, so nothing can be sent: train, and read weights that are cut over ranks, before it"
+        )
 
     def break_off(self) -> None:
         """End running jobs with errors, here and on the peers, after a loss. No job can be run afterwards."""

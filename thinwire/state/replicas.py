@@ -203,7 +203,9 @@ def check_device(named: Mapping[str, nn.Parameter]) -> torch.device:
     """The device of all these parameters: the CPU, or the current CUDA device. Raises ConfigError for any other."""
     device = next(iter(named.values())).device
     for name, param in named.items():
-        if isinstance(param, nn.parameter.UninitializedParameter) or param.device.type not in ("cpu", "cuda"):
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"{name!r} has no shape yet: call the model once on a batch, then make the optimizer")
+        if param.device.type not in ("cpu", "cuda"):
             raise ConfigError(
                 f"{name!r} is on device {param.device}: it must be materialised on the CPU or a CUDA device"
             )

@@ -19,7 +19,7 @@ from thinwire.hosts.dense import check_dense
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
 from thinwire.hosts.sharded.held import HeldGradients
 from thinwire.hosts.sharded.seeds import Seeds
-from thinwire.hosts.sharded.weights import Weights
+from thinwire.hosts.sharded.weights import Weights, moved
 from thinwire.layout.buckets import BucketLayout
 
 # Reductions under way where gradients are released.
@@ -209,6 +209,16 @@ class Gradients:
                 "gradients were changed after they were sent, which has no effect on the step: clip with "
                 "optimizer.clip_grad_norm_(max_norm), not torch.nn.utils; scale the loss instead of gradients"
             )
+
+    def refuse_replaced(self, model: nn.Module) -> None:
+        """Raise RuntimeError if the model computes with other parameters than those that are trained."""
+        unused = [slot for unit in self.units for slot in unit.slots if slot.name not in self.used]
+        if unused:
+            # The dictionaries of guarded modules would wait for weights.
+            held = {id(param) for module in model.modules() for param in dict.values(module._parameters)}
+            for slot in unused:
+                if id(slot.param) not in held:
+                    raise moved(slot)
 
     def reset(self) -> None:
         """Begin a new step."""

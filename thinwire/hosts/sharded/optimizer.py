@@ -325,6 +325,7 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             self._release()
             self._grad_norm = self._agree()
             self._gradients.refuse_changed()
+            self._gradients.refuse_replaced(self.model)
         return self._grad_norm
 
     def _update(self) -> None:

@@ -360,7 +360,10 @@ def test_torchs_own() -> None:
         ({"softcap": 0.0}, "must be above 0"),
         ({"impl": "cce", "accumulation": "kahan"}, "has its own accumulation"),
         ({"impl": "torch", "softcap": 1.0}, "nearest: impl 'fused'"),
-        ({"shift": -1}, "must be from 0"),
+        ({"shift": -1}, "must be from 0 to the length of a sequence; nearest: 0"),
+        ({"shift": 99}, "nearest: 67, the usual: 1"),
+        ({"shift": 1.6}, "shift 1.6: must be an integer; nearest: 2"),
+        ({"ignore_index": None}, "ignore_index None: must be an integer; nearest: -100"),
         ({"reduction": "sum", "data_group": object()}, "data_group is for a mean alone"),
     ],
 )

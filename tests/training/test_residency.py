@@ -39,7 +39,7 @@ from thinwire.run.residency import resolved
 from thinwire.run.run import Run
 from thinwire.run.run_dir import RunDir
 from thinwire.training.engine import built
-from thinwire.training.soonest import Choice
+from thinwire.training.soonest import ChosenResidency
 from thinwire.training.start_rows import norms_row
 
 CUT = ["--workers", "2", "--frontier.weights-over", "2", "--frontier.gradients-over", "2"]
@@ -352,7 +352,7 @@ def test_the_table_says_how_large_norms_become() -> None:
     engine: Any = SimpleNamespace(
         come_again=True, config=SimpleNamespace(seq_len=8), model=model, loader=SimpleNamespace(num_sequences=1001),
         optimizer=SimpleNamespace(comm=SimpleNamespace(world_size=2)),
-        choice=Choice(Residency(optimizer="memory", activations="sample:0.3")),
+        choice=ChosenResidency(Residency(optimizer="memory", activations="sample:0.3")),
     )  # fmt: skip
     row = norms_row(engine)
     num_bytes = 16 * len(linear_layers(model)) * 501

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, overload
 
 import torch
@@ -200,10 +201,18 @@ def _local(
     return e, c, bias, group
 
 
+def _whole(value: object, usual: int) -> int:
+    """The integer that is nearest to a value; `usual` for one that is no finite number."""
+    return round(value) if isinstance(value, int | float) and math.isfinite(value) else usual
+
+
 def _check(given: dict[str, Any]) -> None:
     """Raise ConfigError, with the nearest choice, for what can't work."""
     e, c, targets, bias = (given[name] for name in ("e", "c", "targets", "bias"))
     impl, softcap, shift = (given[name] for name in ("impl", "softcap", "shift"))
+    for name, usual in (("ignore_index", IGNORED), ("shift", 0)):
+        if type(given[name]) is not int:
+            raise ConfigError(f"{name} {given[name]!r}: must be an integer; nearest: {_whole(given[name], usual)}")
     for name, known in (("reduction", REDUCTIONS), ("accumulation", ACCUMULATIONS)):
         if given[name] not in known:
             raise ConfigError(f"{name} {given[name]!r}: no such choice{nearest(given[name], known)}")
@@ -223,7 +232,8 @@ def _check(given: dict[str, Any]) -> None:
     if softcap is not None and softcap <= 0:
         raise ConfigError(f"softcap {softcap}: must be above 0; nearest: None for none")
     if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
-        raise ConfigError(f"shift {shift}: must be from 0 to the length of a sequence; the usual: 1")
+        near = 0 if shift < 0 or targets.dim() == 0 else targets.shape[-1]
+        raise ConfigError(f"shift {shift}: must be from 0 to the length of a sequence; nearest: {near}, the usual: 1")
     if given["data_group"] is not None and given["reduction"] != "mean":
         raise ConfigError(f"reduction {given['reduction']!r}: data_group is for a mean alone; nearest: leave it out")
     if given["z_loss"] < 0:

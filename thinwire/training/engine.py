@@ -45,7 +45,7 @@ from thinwire.run.optimizer import optimizer_over
 from thinwire.run.place import ProcessPlace
 from thinwire.run.residency import resolved, why_whole
 from thinwire.run.run import Run, tokens_of
-from thinwire.training.soonest import Choice, chosen
+from thinwire.training.soonest import ChosenResidency, chosen
 
 # Of torch.compile.
 COMPILER = "inductor"
@@ -354,7 +354,7 @@ class Built(NamedTuple):
     """
 
     model: nn.Module
-    choice: Choice | None
+    choice: ChosenResidency | None
     initial: Callable[[str], Tensor] | None = None
     why_whole: str = ""
     is_uncounted: bool = False
@@ -367,7 +367,7 @@ class Built(NamedTuple):
 
 def built(
     run: Run, vocab_size: int, fields: Mapping[str, Any] | None, device: Device,
-    choose: Callable[[Residency, Setup], Choice] = lambda first, _: Choice(first),
+    choose: Callable[[Residency, Setup], ChosenResidency] = lambda first, _: ChosenResidency(first),
 ) -> Built:  # fmt: skip
     """The model of a run; of one that lies on a disk, or is cut, only shapes, and what gives its first weights.
 

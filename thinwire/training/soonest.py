@@ -41,7 +41,7 @@ from thinwire.tiers.probe import disk_rates
 from thinwire.training.advice import link_rate
 
 
-class Choice(NamedTuple):
+class ChosenResidency(NamedTuple):
     """A residency without "auto". link_rate: of the link between nodes, bits per second, if it was measured."""
 
     residency: Residency
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     rows: tuple[Row, ...] = ()
 
 
-def chosen(run: Run, device: Device, dtype: str, first: Residency, setup: Setup) -> Choice:
+def chosen(run: Run, device: Device, dtype: str, first: Residency, setup: Setup) -> ChosenResidency:
     """The soonest of the ways that fit the budget on all ranks, the same on all. A collective over the default group.
 
     first: the way that is taken where no other one is sooner. Nothing is measured where it moves and repeats nothing,
@@ -57,7 +57,7 @@ def chosen(run: Run, device: Device, dtype: str, first: Residency, setup: Setup)
     """
     assert run.residency is not None
     if run.residency.memory_bytes is None:
-        return Choice(first)
+        return ChosenResidency(first)
     # A GPU's weights stay in memory; compiled layers do not wait for theirs.
     is_free = device.torch.type == "cpu" and not run.config.compile
     ways = [way for way in fitting(run.residency, setup) if is_free and has_room(way, first, setup)]
@@ -65,7 +65,7 @@ def chosen(run: Run, device: Device, dtype: str, first: Residency, setup: Setup)
     told = of_all_ranks(([key_of(way) for way in ways], waits, known_disk(run)), "what fits its budget")
     ways = [way for way in ways if all(key_of(way) in keys for keys, _, _ in told)]
     if len(ways) < 2 or not any(waits for _, waits, _ in told):
-        return Choice(first)
+        return ChosenResidency(first)
     (_, _, known), config = told[0], run.config
     disk = disk_rates(run.residency.folder) if known is None else known[:2]
     own = (step_flops(torch.bfloat16 if dtype == "bf16" else torch.float32, device), *disk)
@@ -77,7 +77,9 @@ def chosen(run: Run, device: Device, dtype: str, first: Residency, setup: Setup)
         comm.close()
         rates = replace(rates, sent=link / 8)
     found = ways[told_by_first(ways.index(soonest(ways, first, setup, rates)), "where its weights lie")]
-    return Choice(found, link, (row_on(found, ways, setup, rates, "measured now" if known is None else known[2]),))
+    return ChosenResidency(
+        found, link, (row_on(found, ways, setup, rates, "measured now" if known is None else known[2]),)
+    )
 
 
 def row_on(found: Residency, ways: list[Residency], setup: Setup, rates: StepRates, how: str) -> Row:

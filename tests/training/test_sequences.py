@@ -100,3 +100,22 @@ def test_what_can_not_work_is_told_before_anything_starts(
 ) -> None:
     strategy = "" if "--strategy" in flags else "--strategy zero"
     check_refused(tmp_path, f"--model tiny --seq-len 16 {strategy} {flags}".split(), re.escape(words), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "words"),
+    [
+        ({"attention_dropout": 0.1}, 2, "attention_dropout 0.1: parts of a sequence can't share a mask; nearest: 0.0"),
+        ({}, 8, "4 heads on 8 ranks: each needs a head; nearest that works: method 'ring' or 'ulysses=4,ring=2'"),
+    ],
+)
+def test_so_is_what_a_model_of_transformers_can_not_do(
+    changes: dict[str, Any], ranks: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    folder = tmp_path / "model"
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **changes)).save_pretrained(folder)
+    flags = f"--model hf:{folder} --seq-len 16 --strategy zero --workers {ranks} --sequence.parallel {ranks}"
+    check_refused(tmp_path, [*flags.split(), "--sequence.method", "ulysses"], re.escape(words), monkeypatch)

@@ -21,7 +21,7 @@ from thinwire.methods.pipeline.cut import SPREAD
 from thinwire.models import build_model, build_skeleton
 from thinwire.models.distil import check_alike
 from thinwire.models.hf import check_hf
-from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, has_islands, model_table
+from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, SEQUENCE, has_islands, model_table
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.run import Run, island_size, tables_in_effect
 from thinwire.table import Row
@@ -99,8 +99,8 @@ def check_data(config: TrainConfig) -> None:
 def check_model(config: TrainConfig) -> nn.Module | None:
     """The model without memory.
 
-    Of a transformers model only the config is checked, unless its experts lie on several ranks, or a part of it on a
-    disk.
+    Of a transformers model only the config is checked, unless its experts or sequences lie on several ranks, or a part
+    of it on a disk.
     """
     problems = Problems()
     tokenizer = problems.note(load_tokenizer, config.tokenizer)
@@ -111,7 +111,7 @@ def check_model(config: TrainConfig) -> nn.Module | None:
     if tokenizer is None or config.seq_len <= 0:
         return None
     if config.model.startswith("hf:"):
-        asks = EXPERTS in config.tables or config.mesh_shape.expert > 1 or RESIDENCY in tables_in_effect(config)
+        asks = EXPERTS in config.tables or {EXPERTS, SEQUENCE, RESIDENCY} & tables_in_effect(config)
         return build_skeleton(config.model, tokenizer.vocab_size, config.seq_len) if asks else None
     with torch.device("meta"):
         return build_model(

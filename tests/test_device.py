@@ -259,3 +259,10 @@ def test_a_process_s_own_limit_counts_where_it_has_less_than_its_share(monkeypat
         assert device.free_bytes(cpu, 1) == 0
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+
+
+def test_generators_are_seeded_as_by_torch() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    device.seed_generators(3)
+    assert torch.equal(torch.rand(4), expected)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.codecs.random import derive_seed
-from thinwire.device import RandomState, random_state, set_random_state
+from thinwire.device import RandomState, random_state, seed_generators, set_random_state
 
 # Calling one calls nothing by itself.
 CONTAINERS = nn.ModuleList | nn.ModuleDict
@@ -32,7 +32,7 @@ class OwnDraws:
         if self._common is None:
             drawn = int(torch.randint(2**62, ()))
             self._common = random_state()
-            torch.manual_seed(derive_seed(drawn, self.rank) >> 1)
+            seed_generators(derive_seed(drawn, self.rank) >> 1)
 
     def end(self) -> None:
         """Draw common numbers from now on."""

@@ -177,8 +177,9 @@ def kept_ways(
     if dtype not in DTYPES:
         both = [kept_ways(of, loss, batch, seq_len, each, slices, tile, sampled) for each in DTYPES]
         return {way: max(each[way] for each in both) for way in both[0]}
-    plain = CountedBatch(of, loss, batch, seq_len, dtype, slices, tile, sampled)
-    whole, again = plain.step_bytes(), replace(plain, recomputes=True).step_bytes()
+    plain = CountedBatch(of, loss, batch, seq_len, dtype, tile=tile, sampled=sampled)
+    # A batch is cut into slices where layers are computed again.
+    whole, again = plain.step_bytes(), replace(plain, slices=slices, recomputes=True).step_bytes()
     return {
         KEEP: whole.peak_bytes(), OFFLOAD: whole.peak_bytes(2), SAVED: whole.kept,
         RECOMPUTE: again.peak_bytes(), RECOMPUTE_FROM_DISK: again.peak_bytes(NUM_AHEAD + 1), SAVED_INPUTS: again.kept,

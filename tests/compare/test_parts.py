@@ -33,6 +33,7 @@ from thinwire.compare.measure import (
 from thinwire.compare.options import read_race
 from thinwire.compare.plan import exchanges_timed, make_plan, recorded_rate, rows_of, timed_steps_of
 from thinwire.compare.record import Leg, RaceRecord, SeedEntry, delete_race, load_record
+from thinwire.compare.table import Board
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Counters, LabSpec
@@ -466,6 +467,10 @@ def test_a_record_goes_on_only_with_the_same_race(tmp_path: Path) -> None:
     (tmp_path / "compare.json").write_text('{"record": 3}')
     with pytest.raises(ConfigError, match="can't be read"):
         load_record(tmp_path, settings)
+
+
+def test_before_the_first_turn_has_ended_the_time_left_is_unknown() -> None:
+    assert Board()._left == "turn 1 of 0; the time left is known after it"
 
 
 def test_first_steps_that_are_of_another_kind_are_named() -> None:

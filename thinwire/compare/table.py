@@ -95,7 +95,7 @@ class Board:
     @property
     def _left(self) -> str:
         if not self._num_done:
-            return f"turn 1 of {self._num_legs}"
+            return f"turn 1 of {self._num_legs}; the time left is known after it"
         done = self._num_done + self._share
         left = timedelta(seconds=round((time.monotonic() - self._began) * (self._num_legs - done) / done))
         return f"{self._num_done} of {self._num_legs} turns done, about {left} left"

@@ -93,6 +93,8 @@ METHODS = {
     "sparseloco, H 15": "sparseloco",
     "sparseloco, H 50": "sparseloco[sync_every=50]",
     "muloco, H 15": "muloco[sync_every=15]",
+    "sparseloco, H 2, muon": "sparseloco[optimizer=muon,sync_every=2]",
+    "sparseloco, H 6, muon": "sparseloco[optimizer=muon,sync_every=6]",
     "sparseloco, H 15, muon": "sparseloco[optimizer=muon]",
 }
 

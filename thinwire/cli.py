@@ -132,6 +132,9 @@ def run(args: Sequence[str]) -> int:
 
 def main() -> None:
     """The console script. A user's error ends in one message and an exit code, without a traceback."""
+    if sys.argv[1:2] == ["train"]:
+        # A worker needs no BLAS of numpy, which would reserve 73 MB for threads when it is loaded.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

@@ -93,7 +93,9 @@ def measure(path: Path) -> None:
     """Let a worker write what it takes. Raises OSError, or SubprocessError where it fails."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     command, quiet = [sys.executable, "-m", MEASURES, str(path)], subprocess.DEVNULL
-    subprocess.run(command, env={**env, MEASURING: "1"}, check=True, timeout=MOST_S, stdout=quiet, stderr=quiet)
+    # As `thinwire train` sets it.
+    env |= {MEASURING: "1", "OPENBLAS_NUM_THREADS": "1"}
+    subprocess.run(command, env=env, check=True, timeout=MOST_S, stdout=quiet, stderr=quiet)
 
 
 def write(path: Path, found: ProcessMemory) -> None:

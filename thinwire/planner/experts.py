@@ -118,7 +118,8 @@ def choose_experts(
         why = f"seconds of a step's links and experts: {shown}"
         why += f"; above 1, as {wanted} asks for experts on several ranks" if shared else ""
         rows.append((f"--experts.parallel {AUTO}", str(best), why))
-    if others := [name for name in found if name not in ("parallel", "release")]:
+    others = [name for name in found if name not in ("parallel", "release")]
+    if others and best > 1:
         asked = " ".join(f"{flag(f'{EXPERTS}.{name}')} {AUTO}" for name in others)
         shown = ", ".join(f"{seconds_text(each)} by {way_text(one)}" for one, each in [*ways[best].items()][:NUM_SHOWN])
         rows.append((asked, way_text(way), f"a simulated layer, forward and backward: {shown}"))

@@ -171,7 +171,7 @@ def dossier_bytes(comm: Communicator, rank: int) -> dict[str, Any]:
     # Without sequences, heads of keys on one rank or on two.
     for kv_heads in (4, 2):
         none = [torch.zeros(0, num, 2, 4, requires_grad=True) for num in (4, kv_heads, kv_heads)]
-        ulysses_attention(*none, comm).sum().backward()
+        ulysses_attention(none[0], none[1], none[2], comm).sum().backward()
         assert all(each.grad is not None and each.grad.shape == each.shape for each in none)
     return {"whole": whole, "is_back": torch.equal(back, q), "bytes": spent, "layer": (forward, backward), "pair": pair}
 

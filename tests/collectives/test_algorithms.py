@@ -12,7 +12,7 @@ import torch
 
 from tests.workers import run_workers
 from thinwire.codecs import Hadamard, Identity, Integer
-from thinwire.collectives import Communicator, gather
+from thinwire.collectives import Communicator, Topology, gather
 from thinwire.collectives.feedback import Lost
 from thinwire.collectives.link import Link
 from thinwire.collectives.reduce import all_reduce, slice_length
@@ -255,3 +255,15 @@ def ahead_of_the_other(rank: int, world_size: int) -> list[int]:
 
 def test_a_rank_may_submit_more_before_the_other_has_its_result() -> None:
     assert run_workers(ahead_of_the_other, 2) == [[4, 4], [3, 3]]
+
+
+def test_the_grid_of_some_ranks_has_as_many_ranks_and_is_flat_where_nodes_hold_unequal_numbers() -> None:
+    for world_size, local_size, ranks in itertools.product((6, 12), (1, 2, 3, 4), (1, 2, 3, 4, 6)):
+        grid = Topology(world_size // local_size, local_size)
+        for first in range(0, grid.world_size - ranks + 1, ranks):
+            assert grid.subgroup(range(first, first + ranks)).world_size == ranks
+    two, three = Topology(3, 2), Topology(4, 3)
+    assert [two.subgroup(each) for each in ([0, 1, 2], [3, 4, 5])] == [Topology(3, 1)] * 2
+    assert three.subgroup(range(4)) == Topology(4, 1)
+    assert two.subgroup([2, 3, 4, 5]) == Topology(2, 2)
+    assert two.subgroup([0, 2, 1, 3]) == Topology(4, 1)

@@ -130,9 +130,7 @@ def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None
         "resumed_after": 2,
         "steps": 3,
         "expert_rows": [[10, 30], [20, 20]],
-        "sent_by": {"dispatch, inter": 2_000_000.0},
-        "message_s": {"dispatch, inter": 0.25},
-        "predicted_message_s": {"dispatch, inter": 0.125},
+        "sent_by": {"dispatch, inter": 666_667.0},
     }
     rows = [row(n, experts_s=0.2 * (n < 3), predicted_experts_s=0.1 * (n == 2), needed_capacity=1.5) for n in (1, 2, 3)]
     write_run(tmp_path, rows, SUMMARY | more)
@@ -142,6 +140,9 @@ def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None
         metrics.write(json.dumps(way | {"predicted_s": 0.01, "measured_s": 0.02}) + "\n")
         for step in (1, 2):
             metrics.write(json.dumps(sent | {"after_step": step}) + "\n")
+        sent |= {"first_step": 2, "after_step": 3, "sent_by": {"dispatch, inter": 2_000_000.0}}
+        seconds = {"message_s": {"dispatch, inter": 0.25}, "predicted_message_s": {"dispatch, inter": 0.125}}
+        metrics.write(json.dumps(sent | seconds) + "\n")
     page = write_report(tmp_path).read_text()
     for title in ("Rows by expert", "Seconds in layers of experts", "Ways of rows to experts", "Messages of rank 0"):
         assert f"<h2>{title}</h2>" in page

@@ -11,7 +11,7 @@ import pytest
 from tests.training.commands import check_refused, train_ranks
 from thinwire.checkpoint.folder import latest
 from thinwire.checkpoint.source import read_weights
-from thinwire.report.metrics import OF_MESSAGES, WayEvent, read_events
+from thinwire.report.metrics import OF_MESSAGES, TrafficEvent, WayEvent, read_events
 from thinwire.report.units import MISSING, bytes_text, seconds_text
 
 STEPS, SAVED = 6, 3
@@ -83,7 +83,7 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
     # A way needs the rows, whether or not they are balanced.
     assert runs["whole"]["steps"][STEPS]["needed_capacity"] > 1
     # Where the number of ranks alone is open, too, the page says how rows travel.
-    (start,) = read_events(runs["found"]["folder"] / "metrics.jsonl")
+    start = read_events(runs["found"]["folder"] / "metrics.jsonl")[0]
     assert isinstance(start, WayEvent) and start.after_step == 0 and start.why.startswith("at the start: ")
     assert f"<td>0</td><td>{start.way}</td>" in (runs["found"]["folder"] / "report.html").read_text()
     assert runs["found"]["losses"] == pytest.approx(alone["losses"][:1], rel=1e-5)
@@ -92,11 +92,18 @@ def test_experts_train_as_one_process_and_move_to_other_layouts(runs: dict[str, 
     assert runs["whole"]["uncompressed_bytes_per_step"] == 8 * runs["whole"]["parameters"] / 2
 
 
+def parts_of(run: dict[str, Any]) -> list[TrafficEvent]:
+    """The messages of each part of a run."""
+    events = read_events(run["folder"] / "metrics.jsonl")
+    return [*{each.first_step: each for each in events if isinstance(each, TrafficEvent)}.values()]
+
+
 def check_streams(runs: dict[str, dict[str, Any]]) -> None:
     """Each message has its seconds beside its bytes, and predicted ones where links were measured."""
     for name, predicts in (("whole", True), ("four", False)):
         run = runs[name]
-        sent, seconds, predicted = (run[key] for key in OF_MESSAGES)
+        part = parts_of(run)[-1]
+        sent, seconds, predicted = (getattr(part, key) for key in OF_MESSAGES)
         assert sent.keys() == seconds.keys() and bool(predicted) == predicts
         assert predicted.keys() <= sent.keys() and all(value > 0 for value in [*seconds.values(), *predicted.values()])
         # A message is under way in a part of the step.
@@ -107,6 +114,16 @@ def check_streams(runs: dict[str, dict[str, Any]]) -> None:
             measured = "</td><td>".join((*key.split(", "), bytes_text(sent[key]), seconds_text(seconds[key])))
             told = seconds_text(predicted[key]) if key in predicted else MISSING
             assert f"<td>{measured}</td><td>{told}</td>" in page
+    # A run that stops and goes on has the messages of both parts; one process sends none.
+    first, last = parts_of(runs["whole"])
+    assert (first.after_step, last.first_step, last.after_step) == (SAVED, SAVED, STEPS)
+    for key, value in runs["whole"]["sent_by"].items():
+        assert value == pytest.approx((first.sent_by.get(key, 0) + last.sent_by.get(key, 0)) / 2)
+    assert runs["one"]["sent_by"] == first.sent_by == runs["four"]["sent_by"]
+    assert "Messages of rank 0" in (runs["one"]["folder"] / "report.html").read_text()
+    # The way of a run that never changed it, measured in the steps since.
+    ways = [each for each in read_events(runs["whole"]["folder"] / "metrics.jsonl") if isinstance(each, WayEvent)]
+    assert ways[-1].measured_s > 0
     # Forwards are computed twice; only rows to their experts have numbers in front.
     sent = runs["four"]["sent_by"]
     back = sent["combine_gradients, inter"]

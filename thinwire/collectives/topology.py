@@ -34,8 +34,11 @@ class Topology:
         return node * self.local_size + local_rank
 
     def subgroup(self, members: Sequence[int]) -> Topology:
-        """The grid of some of the ranks, which must lie one node after another, with equal numbers on each."""
-        local_size = sum(self.node(rank) == self.node(members[0]) for rank in members)
+        """The grid of some of the ranks: flat if they do not lie node after node, with equal numbers on each."""
+        nodes = [self.node(rank) for rank in members]
+        local_size = nodes.count(nodes[0])
+        if nodes != [node for node in dict.fromkeys(nodes) for _ in range(local_size)]:
+            local_size = 1
         return Topology(len(members) // local_size, local_size)
 
     def __str__(self) -> str:

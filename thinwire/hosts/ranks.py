@@ -137,6 +137,4 @@ def communicator_along(mesh: DeviceMesh, everyone: Communicator, **options: Any)
 
 def along(grid: Topology, members: list[int]) -> int:
     """Ranks per node among some ranks of a grid; 1 if they are spread unevenly over the nodes."""
-    nodes = [grid.node(rank) for rank in members]
-    counts = {nodes.count(node) for node in nodes}
-    return counts.pop() if len(counts) == 1 and nodes == sorted(nodes) else 1
+    return grid.subgroup(members).local_size

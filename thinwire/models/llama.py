@@ -68,14 +68,14 @@ class LlamaConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def rotary_table(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, fp32 [length, head_size / 2], of position * theta^(-2i / head_size); positions: [length].
+def rotary_table(config: LlamaConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, [length, head_size / 2] in `dtype`, of position * theta^(-2i / head_size); positions: [length].
 
     Computed anew in every forward: microseconds, and a buffer would lose precision in `model.bfloat16()`.
     Source: Su et al., RoFormer, section 3.2.2.
     """
-    exponents = torch.arange(0, config.head_size, 2, device=positions.device, dtype=torch.float32) / config.head_size
-    angles = positions.float()[:, None] * config.rope_theta**-exponents
+    exponents = torch.arange(0, config.head_size, 2, device=positions.device, dtype=dtype) / config.head_size
+    angles = positions.to(dtype)[:, None] * config.rope_theta**-exponents
     return angles.cos(), angles.sin()
 
 
@@ -86,16 +86,17 @@ def positions_in(tokens: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the pairs (x_i, x_{i + d/2}) of `x` [..., seq, d] by the table's angles; same dtype back."""
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of `q` [batch, heads, seq, d] over `k`, `v` [batch, kv_heads, seq, d]; shape and dtype of `q`.
 
-    softmax(q k^T / sqrt(d) + mask) v, with the softmax in fp32, and equal groups of query heads per key head. Short
-    sequences on a CPU use plain products, which are 2.8 times as fast there as the fused kernel (4 x 4 heads x 256 x
-    128, bf16, forward and backward, one thread). For long sequences, the seq^2 weights would take too much memory.
+    softmax(q k^T / sqrt(d) + mask) v, with the softmax in fp32 or float64, and equal groups of query heads per key
+    head. Short sequences on a CPU use plain products, which are 2.8 times as fast there as the fused kernel (4 x 4
+    heads x 256 x 128, bf16, forward and backward, one thread). For long sequences, the seq^2 weights would take too
+    much memory.
     """
     batch, heads, length, width = q.shape
     kv_heads = k.shape[1]
@@ -107,7 +108,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask.expand(batch * kv_heads, rows, length), q.reshape(-1, rows, width),
         k.reshape(-1, length, width).transpose(1, 2), alpha=width**-0.5,
     )  # fmt: skip
-    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     return (weights @ v.reshape(-1, length, width)).view(q.shape)
 
 
@@ -206,8 +207,9 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps tokens [batch, seq] to hidden states [batch, seq, hidden]."""
-        cos, sin = rotary_table(self.config, self.positions(tokens))
         x = self.embed_tokens(tokens)
+        # Of float64 too: the last bit of a cosine depends on where in the table it is.
+        cos, sin = rotary_table(self.config, self.positions(tokens), torch.promote_types(x.dtype, torch.float32))
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.norm(x)

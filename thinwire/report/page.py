@@ -266,11 +266,9 @@ def numbers(value: Any) -> str:
 
 def sent_table(run: RunFiles) -> str:
     """The messages of rank 0 in a step, by name and level: of each start of the run, up to its last checkpoint."""
-    last = {"first_step": run.summary.get("resumed_after", 0), "after_step": run.summary.get("steps")}
-    last |= {name: run.summary.get(name) for name in OF_MESSAGES}
-    parts = [each for each in run.traffic if not run.summary or each.get("first_step") != last["first_step"]]
+    whole = {"first_step": run.summary.get("resumed_after", 0), "after_step": run.summary.get("steps")}
     rows = []
-    for part in [*parts, last]:
+    for part in run.traffic or [whole | {name: run.summary.get(name) for name in OF_MESSAGES}]:
         sent, *seconds = (part[key] if isinstance(part.get(key), Mapping) else {} for key in OF_MESSAGES)
         steps = f"{number(part.get('first_step')) + 1:.0f} to {number(part.get('after_step')):.0f}"
         for name, value in sent.items():

@@ -24,7 +24,7 @@ class RunFiles:
         config: config.toml as text.
         plan: plan.json, empty if the run follows none.
         timeline: events of timeline.json; empty without a pipeline.
-        ways: lines of metrics.jsonl on other ways of rows to experts.
+        ways: lines of metrics.jsonl on other ways of rows to experts, the last one of each change.
         traffic: its lines on bytes by message, one for each start of the run, up to its last checkpoint.
         memberships: its lines on islands or stages that were lost or joined.
         changed: when the last of these files was written; None if there is none.
@@ -106,7 +106,7 @@ def read_run(run_dir: Path) -> RunFiles:
         config=_text(config),
         changed=datetime.fromtimestamp(changed).astimezone(),
         plan=_object(_text(run_dir / "plan.json")),
-        ways=[line for line in lines if line.get("event") == "way"],
+        ways=[*{line.get("after_step"): line for line in lines if line.get("event") == "way"}.values()],
         traffic=[*{line.get("first_step"): line for line in lines if line.get("event") == "traffic"}.values()],
         memberships=[line for line in lines if line.get("event") == "membership"],
         timeline=_events(_text(run_dir / "timeline.json")),

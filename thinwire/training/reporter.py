@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import product
 from statistics import fmean, median
 from typing import Any
 
@@ -101,9 +102,9 @@ class Reporter:
             seconds = f" ({seconds_text(event.measured_s)} a layer)" if event.measured_s else ""
             self.progress.say(f"rows to experts after step {event.after_step}: {event.way}: {event.why}{seconds}")
 
-    def traffic(self, step: int, messages: Mapping[str, dict[str, float]]) -> None:
-        """Record the messages of a step, see OF_MESSAGES, which no summary will have if the run is killed."""
-        self._write(TrafficEvent(step, self.first_step, *(messages[kind] for kind in OF_MESSAGES)))
+    def traffic(self, event: TrafficEvent) -> None:
+        """Record the messages of a step, which no summary will have if the run is killed, or resumes later."""
+        self._write(event)
 
     def timeline(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Write what the stages of a pipeline did in one step, in Chrome's trace format."""
@@ -122,8 +123,7 @@ class Reporter:
     def finish(
         self, *, step: int, skipped_steps: int, heldout_loss: float | None, stopped: str, sample: str, parameters: int,
         peak_rss_bytes: int, unsaved: str = "", device: str = "cpu", dtype: str = "fp32", peak_allocated_bytes: int = 0,
-        sent_bytes: int = 0, messages: Mapping[str, Mapping[str, float]] | None = None,
-        expert_rows: Sequence[Sequence[int]] = (),
+        sent_bytes: int = 0, messages: TrafficEvent | None = None, expert_rows: Sequence[Sequence[int]] = (),
     ) -> None:  # fmt: skip
         """Write summary.json and report.html, and print where they are.
 
@@ -149,7 +149,7 @@ class Reporter:
             "predicted_pipeline_s": records[-1].predicted_pipeline_s if records else 0.0,
             "sent_bytes_per_step": typical["sent_bytes"],
             "sent_bytes": sent_bytes,
-            **{kind: (messages or {}).get(kind, {}) for kind in OF_MESSAGES},
+            **self._messages(messages),
             "expert_rows": expert_rows,
             "last_exchange_bytes": self.last_bytes,
             "uncompressed_bytes_per_step": self.uncompressed_bytes,
@@ -181,6 +181,18 @@ class Reporter:
             problems.append(f"{what}; the run is over, and without a summary")
         if problems:
             raise UnsavedError("; ".join(problems))
+
+    def _messages(self, last: TrafficEvent | None) -> dict[str, dict[str, float]]:
+        """Messages of a step, on average over the steps of all parts of the run that sent any. last: of this part."""
+        events = [each for each in (*self.metrics.events, last) if isinstance(each, TrafficEvent) and each.sent_by]
+        parts = {each.first_step: each for each in events}.values()
+        steps = sum(each.after_step - each.first_step for each in parts)
+        found: dict[str, dict[str, float]] = {kind: {} for kind in OF_MESSAGES}
+        for part, kind in product(parts, OF_MESSAGES):
+            share = (part.after_step - part.first_step) / max(1, steps)
+            for name, value in getattr(part, kind).items():
+                found[kind][name] = found[kind].get(name, 0.0) + value * share
+        return found
 
     def _figures_before(self) -> dict[str, Any]:
         """What was written of the steps before a resume that has taken none: no step of this layout is known."""

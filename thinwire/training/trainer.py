@@ -12,7 +12,7 @@ from thinwire.collectives.patience import patience
 from thinwire.device import Device
 from thinwire.optim.schedule import lr_at
 from thinwire.report.machine import peak_rss_bytes
-from thinwire.report.metrics import MembershipEvent, StepMetrics
+from thinwire.report.metrics import OF_MESSAGES, MembershipEvent, StepMetrics, TrafficEvent
 from thinwire.report.progress import Progress
 from thinwire.run.place import ProcessPlace
 from thinwire.run.run import Run
@@ -133,16 +133,14 @@ class Trainer:
             if self.optimizer.stop_requested:
                 stopped = self.stop.reason or "a signal to another rank"
             elif self.step < last and self._saves_now:
-                self.checkpoints.save(self.step)
-                if self.reporter is not None and self.stage.experts is not None:
-                    self.reporter.traffic(self.step, self._messages())
+                self._save()
         if self.step < self.config.steps and not stopped:
             stopped = f"--stop-at {self.config.stop_at}"
         if self.optimizer.has_own_pace:
             stopped = self._meet(stopped)
         elif not stopped and self.optimizer.has_islands:
             self._finish()
-        self.checkpoints.save(self.step)
+        self._save()
         self.checkpoints.note_next_loss(self.engine.next_loss())
         self.checkpoints.saver.close()
         problems = self._warn_of_saves()
@@ -178,10 +176,20 @@ class Trainer:
                 sent_bytes=sent_bytes, messages=self._messages(), expert_rows=self._account.expert_rows,
             )  # fmt: skip
 
-    def _messages(self) -> dict[str, dict[str, float]]:
+    def _save(self) -> None:
+        """Save, and record the messages and the way so far: a run that resumes later knows only its last part."""
+        self.checkpoints.save(self.step)
+        shares_layers = self.stage.experts is not None or self.config.mesh_shape.sequence > 1
+        if self.reporter is not None and shares_layers and self.step > self._account.first_step:
+            self.reporter.traffic(self._messages())
+            if self.ways is not None and (way := self.ways.measured()) is not None:
+                self.reporter.way(way, is_news=False)
+
+    def _messages(self) -> TrafficEvent:
         """Bytes and seconds of a step's messages so far."""
         simulated = self.ways.predicted_streams_s if self.ways is not None else None
-        return self._account.messages(self.step, self._links, simulated)
+        found = self._account.messages(self.step, self._links, simulated)
+        return TrafficEvent(self.step, self._account.first_step, *(found[kind] for kind in OF_MESSAGES))
 
     def _finish(self) -> None:
         """Leave the result in the model, and report its cost, which belongs to no single step."""

@@ -50,6 +50,7 @@ class WaysInUse:
             sizes.layers * engine.batch.accumulation, run.links,
         )  # fmt: skip
         self._known: Load | None = None
+        self._event: WayEvent | None = None
         # Since the start.
         self.predicted_streams_s: Counter[tuple[str, str]] = Counter()
         self._holds = stated.get("release") == AUTO
@@ -71,7 +72,14 @@ class WaysInUse:
         seconds = choose_way(
             experts.options, experts.placement, even_rows(self.engine), ways.part_numel, ways.local_size, ways.links
         )  # fmt: skip
-        return WayEvent(step, self.name, f"at the start: {ranks} ranks share the experts", min(seconds.values()))
+        why = f"at the start: {ranks} ranks share the experts"
+        self._event = WayEvent(step, self.name, why, min(seconds.values()))
+        return self._event
+
+    def measured(self) -> WayEvent | None:
+        """The last change with what has been measured of the way since, on the first rank; None: nothing yet."""
+        seconds = 0.0 if self._known is None else self._known.typical(self.dictionary.now) / self.dictionary.passes
+        return replace(self._event, measured_s=seconds) if self._event is not None and seconds else None
 
     def go_on(self, name: str) -> None:
         """Take the way that was in use when a checkpoint was written, if there is such a way here."""
@@ -92,6 +100,11 @@ class WaysInUse:
 
     def follow(self, step: int) -> WayEvent | None:
         """Do what the step's word says. Returns what has changed on the first rank. A collective."""
+        change = self._follow(step)
+        self._event = change or self._event
+        return change
+
+    def _follow(self, step: int) -> WayEvent | None:
         if self._holds:
             self._pace()
         told, known, passes = self.engine.optimizer.told, self._known, self.dictionary.passes

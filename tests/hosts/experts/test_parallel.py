@@ -269,7 +269,7 @@ def made_whole(rank: int) -> float:
     ep = thinwire.expert_parallel(model, ExpertParallel(4, slices=2, dispatch="int8/32"), local_size=2)
     parts = {f"experts.{name}": param.detach().clone() for name, param in model.experts.named_parameters()}
     found = truth(*given)
-    with ep.whole(model), torch.no_grad():
+    with ep.whole(), torch.no_grad():
         if rank == 1:
             found = model.experts(*given)
         for param in model.experts.parameters():

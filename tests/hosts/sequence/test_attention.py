@@ -155,8 +155,8 @@ def dossier_bytes(comm: Communicator, rank: int) -> dict[str, Any]:
     exchange = HeadExchange(SequenceWire(comm), range(4), heads, heads)
     before = comm.meter.snapshot()
     shares = exchange.shares(heads)
-    whole = exchange.heads_here(exchange.to_heads(q, shares, is_backward=False), shares, 2)
-    back = exchange.tokens_here(exchange.to_tokens(whole, shares, is_backward=False), shares, 2)
+    whole = exchange.heads_here(exchange.to_heads(q, shares, is_backward=False), shares, 2, 64)
+    back = exchange.tokens_here(exchange.to_tokens(whole, shares, is_backward=False), shares, 2, 64)
     spent = (comm.meter.snapshot() - before).sent_bytes
     before = comm.meter.snapshot()
     q.requires_grad_()
@@ -168,6 +168,11 @@ def dossier_bytes(comm: Communicator, rank: int) -> dict[str, Any]:
     before, first = comm.meter.snapshot(), rank - rank % 2
     ulysses_attention(q.detach(), q.detach(), q.detach(), comm, members=[first, first + 1])
     pair = (comm.meter.snapshot() - before).sent_by("sequence")
+    # Without sequences, heads of keys on one rank or on two.
+    for kv_heads in (4, 2):
+        none = [torch.zeros(0, num, 2, 4, requires_grad=True) for num in (4, kv_heads, kv_heads)]
+        ulysses_attention(none[0], none[1], none[2], comm).sum().backward()
+        assert all(each.grad is not None and each.grad.shape == each.shape for each in none)
     return {"whole": whole, "is_back": torch.equal(back, q), "bytes": spent, "layer": (forward, backward), "pair": pair}
 
 

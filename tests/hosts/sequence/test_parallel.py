@@ -213,8 +213,8 @@ def several(rank: int, world_size: int) -> list[Any]:
     alone_logits, alone_grads = one_by_one()
     for method in ("ulysses", "ring", "ulysses=2,ring=2"):
         logits, grads = packed(rank, method)
-        torch.testing.assert_close(logits, alone_logits, rtol=0, atol=1e-6)
-        torch.testing.assert_close(grads, alone_grads, rtol=0, atol=1e-6)
+        torch.testing.assert_close(logits, alone_logits, rtol=0, atol=1e-12)
+        torch.testing.assert_close(grads, alone_grads, rtol=0, atol=1e-12)
     return [
         memory("ulysses"), memory("ring"),
         train(rank, 4, "ulysses"), train(rank, 2, "ring"),

@@ -56,6 +56,7 @@ class ExpertRanks:
         everyone: all ranks that train the model.
         replicas: global ranks that hold the same experts as this one.
         kept_bits: of pruned experts, see KeptBits.
+        modules: the experts of each layer.
         shapes: of the whole tensors of experts, by name, see `tensors_of`.
     """
 
@@ -75,6 +76,7 @@ class ExpertRanks:
         self._followed: ShardedOptimizer | None = None
         self._kept: dict[tuple[nn.Module, str], Gathered] = {}
         self.kept_bits: dict[nn.Module, KeptBits] = {}
+        self.modules: list[nn.Module] = []
 
     @property
     def members(self) -> list[int]:
@@ -149,15 +151,16 @@ class ExpertRanks:
         return work_on(self.wire, experts, rows, counts, tuple(weights))
 
     @contextmanager
-    def whole(self, model: nn.Module) -> Iterator[None]:
-        """A context in which all of a model's experts, or of a part of it, are whole on this rank: no rows travel.
+    def whole(self, model: nn.Module | None = None) -> Iterator[None]:
+        """A context in which all experts, or those of a part of the model, are whole on this rank: no rows travel.
 
         Ranks may then call the model unequally often, each for itself, as in `generate`. What is changed in the experts
         stays: each rank keeps its part. The memory of all of these experts is needed at a time. A collective at the
         start, over the ranks that share the experts; exact, whatever codecs rows have. Not for training.
         """
         held: list[tuple[Tensor, Tensor]] = []
-        modules = [module for module in model.modules() if vars(module).get(SPREAD) is self]
+        among = self.modules if model is None else model.modules()
+        modules = [module for module in among if vars(module).get(SPREAD) is self]
         for module in modules:
             # One message at a time, in the same order on all ranks.
             for tensor in tensors_of(module).values():
@@ -352,6 +355,7 @@ def expert_parallel(
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     made = ExpertRanks(options, placement, comm, everyone, shapes, stride, seed, asked)
     pruned = [each for each in found.values() if any(isinstance(m, KeptValues) for m in module_of(each).modules())]
+    made.modules = list(modules.values())
     made.kept_bits = {module_of(each): KeptBits(each) for each in pruned}
     for tensor in tensors.values():
         tensor.data = placement.part(tensor.data, comm.rank).clone(memory_format=torch.contiguous_format)

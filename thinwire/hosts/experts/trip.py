@@ -34,7 +34,8 @@ class ExpertWire:
         first, step: member i is number first + i step among all ranks that train the model.
         seed: of the codecs. Every forward uses the same seed, so that a recomputed forward gives the same result. Each
             message of gradients uses another, counted in `num_drawn`. Randomness depends on the seed and on the rows'
-            numbers only, so it is the same on any number of ranks.
+            numbers only. A row's number is its source rank and its place among that rank's rows, sorted by expert. So
+            it is the same wherever experts lie, but not if the same tokens lie on another number of ranks.
         hops: state for rows that go inside a node first; None: rows go straight to their rank.
         num_chunks, num_back: messages to each rank in forward and in backward; one number divides the other.
         between: is called in each backward once all gradients of a layer's outputs have come, and none has left.

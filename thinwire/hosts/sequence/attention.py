@@ -120,31 +120,31 @@ class HeadExchange:
         counts = [each * _len(share) for share in shares]
         return self._send(heads, counts, [each * _len(shares[self.own])] * len(counts), is_backward)
 
-    def heads_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int) -> Tensor:
+    def heads_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int, tokens: int) -> Tensor:
         """The result of all ranks' `to_heads`: [batch, own heads, all tokens, d]."""
         rows = self.wire.comm.wait(sent)
-        parts = rows.view(len(self.members), _len(shares[self.own]), batch, -1, rows.shape[1])
+        parts = rows.view(len(self.members), _len(shares[self.own]), batch, tokens, rows.shape[1])
         return parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def to_tokens(self, x: Tensor, shares: Sequence[slice], *, is_backward: bool) -> Future[Tensor]:
         """Start to send x [batch, own heads, all tokens, d] to the ranks of its tokens; see `tokens_here`."""
         batch, heads, tokens, _ = x.shape
-        by_rank = x.unflatten(2, (len(self.members), -1)).permute(2, 1, 0, 3, 4)
+        by_rank = x.unflatten(2, (len(self.members), tokens // len(self.members))).permute(2, 1, 0, 3, 4)
         each = batch * tokens // len(self.members)
         counts = [each * _len(share) for share in shares]
         return self._send(by_rank, [each * heads] * len(counts), counts, is_backward)
 
-    def tokens_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int) -> Tensor:
+    def tokens_here(self, sent: Future[Tensor], shares: Sequence[slice], batch: int, tokens: int) -> Tensor:
         """The result of all ranks' `to_tokens`: [batch, all heads, own tokens, d].
 
         The transpose of `heads_here`: what several ranks send for one head is added.
         """
         rows, numbers = self.wire.comm.wait(sent), [_len(share) for share in shares]
-        tokens = len(rows) // (batch * sum(numbers))
+        rows = rows.view(sum(numbers), batch, tokens, rows.shape[1])
         if is_disjoint(shares):
-            return rows.view(-1, batch, tokens, rows.shape[1]).transpose(0, 1)
-        result = rows.new_zeros(batch, shares[-1].stop, tokens, rows.shape[1])
-        parts = rows.view(-1, batch, tokens, rows.shape[1]).split(numbers)
+            return rows.transpose(0, 1)
+        result = rows.new_zeros(batch, shares[-1].stop, tokens, rows.shape[-1])
+        parts = rows.split(numbers)
         for share, part in zip(shares, parts, strict=True):
             result[:, share] += part.transpose(0, 1)
         return result
@@ -171,15 +171,15 @@ class Sent:
     token: an empty tensor through which autograd orders both.
     """
 
-    def __init__(self, exchange: HeadExchange, num_heads: int, batch: int) -> None:
-        self.exchange, self.shares, self.batch = exchange, exchange.shares(num_heads), batch
+    def __init__(self, exchange: HeadExchange, num_heads: int, batch: int, tokens: int) -> None:
+        self.exchange, self.shares, self.sizes = exchange, exchange.shares(num_heads), (batch, tokens)
         self.under_way: Future[Tensor] = Future()
         self.token = torch.empty(0)
 
     @classmethod
     def of(cls, exchange: HeadExchange, x: Tensor) -> Sent:
         """Start to send x [batch, heads, own tokens, d]."""
-        made = cls(exchange, x.shape[1], len(x))
+        made = cls(exchange, x.shape[1], len(x), x.shape[2])
         made.token = _Leave.apply(made, x)
         return made
 
@@ -194,14 +194,14 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor) -> tuple[Tensor | None, ...]:
         sent = ctx.sent
-        return None, sent.exchange.tokens_here(sent.under_way, sent.shares, sent.batch)
+        return None, sent.exchange.tokens_here(sent.under_way, sent.shares, *sent.sizes)
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sent: Sent, token: Tensor) -> Tensor:
         ctx.sent, ctx.token = sent, token.detach()
-        return sent.exchange.heads_here(sent.under_way, sent.shares, sent.batch)
+        return sent.exchange.heads_here(sent.under_way, sent.shares, *sent.sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -213,15 +213,15 @@ class _Arrive(torch.autograd.Function):
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, out: Tensor) -> Tensor:
-        ctx.exchange, ctx.batch = exchange, len(out)
+        ctx.exchange, ctx.sizes = exchange, (len(out), out.shape[2] // len(exchange.members))
         sent = exchange.to_tokens(out.detach(), exchange.queries, is_backward=False)
-        return exchange.tokens_here(sent, exchange.queries, ctx.batch)
+        return exchange.tokens_here(sent, exchange.queries, *ctx.sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         sent = exchange.to_heads(grads[0], exchange.queries, is_backward=True)
-        return None, exchange.heads_here(sent, exchange.queries, ctx.batch)
+        return None, exchange.heads_here(sent, exchange.queries, *ctx.sizes)
 
 
 def _len(share: slice) -> int:

@@ -293,6 +293,32 @@ def test_a_folder_is_expanded_and_proved(
 
 
 @pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ("PreTraining", "; loss "), ("SequenceClassification", "; a classifier has no loss on text"),
+        ("TokenClassification", "; a classifier has no loss on text"),
+    ],
+)  # fmt: skip
+def test_other_heads_of_bert_are_proved(
+    head: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = small_model("bert", vocab_size=256).config
+    getattr(transformers, f"BertFor{head}")(config).save_pretrained(tmp_path / "small")
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n} lines\n" for n in range(600)))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command = ["expand", f"hf:{tmp_path / 'small'}", "--hidden-size", "24", "--data", str(tmp_path / "text.txt")]
+    assert cli.run([*command, "--sequences", "2", "--to", str(tmp_path / "large")]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_a_head_that_reads_no_text_is_refused() -> None:
+    settings = small_model("bert").config.to_dict() | {"architectures": ["BertForMultipleChoice"]}
+    with pytest.raises(ConfigError, match=r"BertForMultipleChoice can't be compared .*; nearest: BertForMaskedLM"):
+        Growth.of(settings, None, None)
+
+
+@pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
         ("llama", {"hidden_size": 8}, "--hidden-size 8: a model grows, so at least 16"),

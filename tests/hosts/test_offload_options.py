@@ -20,6 +20,8 @@ from thinwire.hosts.offload.budget import fitted
 from thinwire.hosts.offload.journal import locked
 from thinwire.hosts.offload.residence import check_device, check_model
 from thinwire.methods.memory import LENT_RATE, Setup
+from thinwire.run.config import TrainConfig
+from thinwire.run.places import residency_of
 
 
 def without_a_folder(rank: int, world_size: int, folder: Path) -> list[Any]:
@@ -77,7 +79,8 @@ def foreign(rank: int, world_size: int, folder: Path) -> list[str]:
                 try:
                     locked(optimizer.journal.folder)
                 except ConfigError as error:
-                    os._exit(42 if "another run" in str(error) else 1)
+                    told = f"process {os.getppid()} of a run that goes on is using it; nearest: wait until it has ended"
+                    os._exit(42 if told in str(error) else 1)
                 os._exit(0)
             found.append(str(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])))
         optimizer.close()
@@ -183,3 +186,10 @@ def test_what_would_have_no_effect_is_refused() -> None:
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Residency(**options)
+
+
+def test_no_store_is_refused_by_the_options_that_need_one() -> None:
+    table = {"weights": "disk", "optimizer": "auto", "gradients": "memory", "durable": True}
+    needing = "--residency.weights disk and --residency.optimizer auto and --residency.durable true; nearest: a folder"
+    with pytest.raises(ConfigError, match=f"--store none: .* needs one: {needing}"):
+        residency_of(TrainConfig(store="none", tables={"residency": table}))

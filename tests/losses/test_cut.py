@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -297,7 +298,9 @@ def over_ranks(rank: int, world_size: int) -> None:
         assert sums.get_total_counts() == num_sums + 1
     mesh = init_device_mesh("cpu", (world_size,))
     placed = DTensor.from_local(c.chunk(world_size)[rank], mesh, [Shard(0)]).requires_grad_()
-    cut_cross_entropy(e, placed, targets).backward()
+    with pytest.raises(ConfigError, match="bias is a DTensor and c is not; nearest: c as a DTensor"):
+        cut_cross_entropy(e, c, targets, bias=DTensor.from_local(bias, mesh))
+    cut_cross_entropy(e, placed, distribute_tensor(targets, mesh, [Shard(0)])).backward()
     assert isinstance(placed.grad, DTensor)
     _, of_c = with_grads(lambda c: plain(e, c, targets), c)
     torch.testing.assert_close(placed.grad.full_tensor() * 0.5, of_c, rtol=1e-12, atol=1e-12)
@@ -357,7 +360,10 @@ def test_torchs_own() -> None:
         ({"impl": "tile"}, "did you mean 'tiles'"),
         ({"impl": "fused", "filter_c": "drop"}, "does not support filters; nearest: impl 'tiles'"),
         ({"filter_e": "biased"}, "no such filter"),
-        ({"softcap": 0.0}, "must be above 0"),
+        ({"softcap": 0.0}, "must be a number above 0"),
+        *(({"softcap": wrong}, "must be a number above 0; nearest: None") for wrong in (math.nan, "x", math.inf)),
+        *(({"z_loss": wrong}, "must be a number of at least 0; nearest: 0") for wrong in (math.nan, "a", None, -1)),
+        *(({name: None}, f"{name} None: no such choice") for name in ("reduction", "accumulation", "impl")),
         ({"impl": "cce", "accumulation": "kahan"}, "has its own accumulation"),
         ({"impl": "torch", "softcap": 1.0}, "nearest: impl 'fused'"),
         ({"shift": -1}, "must be from 0 to the length of a sequence; nearest: 0"),

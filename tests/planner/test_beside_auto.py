@@ -75,7 +75,7 @@ REFUSED = {
     "--optimizer onebit-adam": "from which --strategy auto chooses; nearest: --optimizer adamw, or --strategy onebit",
     "--optimizer adamx": "no such optimizer",
     "--memory 2gigs": "did you mean",
-    "--store none --activations offload": "--store none: nothing lies on a disk",
+    "--store none --activations offload": "needs one: --activations offload; nearest: a folder, or leave --store out",
     "--store /dev/shm/x": "lies on tmpfs, which is memory and not a disk",
     "--activations keep --slices 2": "nearest: --residency.activations recompute",
     "--slices 2 --documents": "--slices with --documents",

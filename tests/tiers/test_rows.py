@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.tiers import BLOCK_BYTES, DiskFile, DiskRows, GrowingRows, Pace, TierMeter
 from thinwire.tiers.disk_rows import STAGING_BYTES
 from thinwire.tiers.pool import aligned, pages
@@ -53,6 +53,12 @@ def test_rows_that_are_not_there_or_are_damaged_are_refused(tmp_path: Path) -> N
     for number in (-1, 64):
         with pytest.raises(IndexError, match=f"store .*: row {number} of 64"):
             store.gather(torch.tensor([3, number]))
+    for names_none in (None, ..., "a", (slice(1), 2)):
+        with pytest.raises(IndexError, match=r"store .* names no rows; nearest: rows\[:\]"):
+            store[names_none]  # type: ignore[index]
+    for wrong in (torch.empty(3, 2, 64), torch.empty(2, 64, dtype=torch.float64)):
+        with pytest.raises(ConfigError, match=r"out is .*; it must be \[2, 64\] in torch.float32"):
+            store.gather(torch.tensor([0, 1]), wrong)
     memory = pages(BLOCK_BYTES)
     store.file.read(BLOCK_BYTES, memory)
     # Two words of the second row change places.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -94,10 +95,14 @@ def test_a_killed_run_goes_on_behind_its_last_step(runner: CommandRunner) -> Non
         "checkpoint_every": 2,
     }
     runner.ranks("whole", **run)
-    durable = {"residency.durable": "true", "inject": "kill rank=1 step=4"}
+    disk = runner.folder / "disk"
+    durable = {"residency.durable": "true", "store": str(disk), "inject": "kill rank=1 step=4"}
     code, _, err = finish(runner.train("killed", **run, **durable))
-    assert code == 1, err
+    assert code == 1 and "--resume goes on after step 3, which the durable run keeps" in err, err
     (runner.folder / "killed" / "metrics.jsonl").unlink()
+    # As if it had once had more ranks.
+    (kept,) = disk.glob("*/rank1")
+    shutil.copytree(kept, kept.with_name("rank2"))
     code, out, err = finish(runner.start(*runner.again("killed")))
     assert code == 0, err
     assert "resume: found all of it" in out and "goes on after the last step" in out, out
@@ -106,4 +111,4 @@ def test_a_killed_run_goes_on_behind_its_last_step(runner: CommandRunner) -> Non
     before, after = runner.metrics("whole")[-2:], runner.metrics("killed")
     assert [line["loss"] for line in after] == [line["loss"] for line in before]
     assert after[-1]["grad_norm"] == before[-1]["grad_norm"]
-    assert not (runner.folder / "killed" / "store").exists()
+    assert f"older steps of this durable run, in {kept.with_name('rank2')}" in out and not list(disk.iterdir())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from tests.workers import run_workers
 from thinwire.calibration.process import USUAL
 from thinwire.device import Device
-from thinwire.methods.memory import LENT_RATE
+from thinwire.methods.memory import LENT_RATE, Residency, StepRates
 from thinwire.models.build import build_skeleton
 from thinwire.run import residency as run_residency
 from thinwire.run.config import TrainConfig
@@ -53,6 +54,23 @@ def test_the_slowest_disk_decides_for_all_ranks() -> None:
     assert slow == AGAIN and "reads 1 MB/s and writes 1 MB/s, measured now" in slow_how
     assert stated == AGAIN and "writes 1 MB/s, as stated" in stated_how
     assert "measured now" in measured_how and "5 GB/s" not in measured_how
+
+
+@pytest.mark.parametrize(
+    ("each", "words"),
+    [
+        ((2.0, 2.0, 2.0), "takes about 2 s a step, and as long with every other choice: the disk reads 5 MB/s"),
+        ((2.0, 3.0, 3.0), "takes about 2 s a step, and 3 s with other choices: "),
+        ((2.0, 3.0, 4.0), "takes about 2 s a step, and 3 s to 4 s with other choices: "),
+    ],
+)
+def test_other_choices_are_told_where_they_differ(
+    each: tuple[float, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = [Residency(memory="2gb", activations=kind) for kind in ("keep", "recompute", "offload")]
+    monkeypatch.setattr(soonest, "seconds", lambda way, *_: (each[ways.index(way)], 0.0, 0.0))
+    rates = StepRates(tokens=1, flops=1e9, read=5e6, written=5e6)
+    assert words in soonest.row_on(ways[0], ways, cast(Any, None), rates, "measured now")[2]
 
 
 def test_a_rate_of_the_disk_is_measured_past_the_page_cache(tmp_path: Path) -> None:

@@ -19,9 +19,12 @@ def run_expand(args: Sequence[str]) -> int:
 
     done = expand(**asdict(config))
     print(f"{config.to}: {short(done.num_parameters)} parameters, from {short(done.num_small)} of {config.source}")
+    loss = "; a classifier has no loss on text"
+    if done.loss is not None:
+        loss = f"; loss {done.loss[0]:.4f} before, {done.loss[1]:.4f} after"
     print(
         f"compared on {done.num_tokens:,} held-out tokens: logits differ by at most {done.error:.2g} of the largest "
-        f"one; loss {done.loss[0]:.4f} before, {done.loss[1]:.4f} after"
+        f"one{loss}"
     )
     print(
         f"train it: thinwire train --model hf:{config.to}, with the highest learning rate and the warm-up that a model "

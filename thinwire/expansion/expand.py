@@ -32,14 +32,14 @@ class Expanded:
     """Result of an expansion.
 
     error: largest difference of logits on held-out text, relative to the largest logit. loss: both models' mean
-    next-token loss there, in nats.
+    next-token loss there, in nats; None of a classifier.
     """
 
     num_parameters: int
     num_small: int
     num_tokens: int
     error: float
-    loss: tuple[float, float]
+    loss: tuple[float, float] | None
 
 
 def expand(
@@ -90,7 +90,8 @@ def expand(
         # One model is in memory at a time.
         with TemporaryDirectory(dir=folder) as kept:
             ours = KeptLogits(small, (tokens for tokens, _ in texts), Path(kept))
-            return Expanded(num_parameters, num_small, *proof(ours, load_folder(folder), texts))
+            told = proof(ours, load_folder(folder), texts, has_loss=not growth.is_classifier)
+            return Expanded(num_parameters, num_small, *told)
 
 
 def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> Iterator[tuple[str, GrownTensor]]:
@@ -111,9 +112,12 @@ def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> I
 
 @torch.no_grad()
 def proof(
-    small: Callable[[Tensor], Tensor], large: Callable[[Tensor], Tensor], texts: Sequence[tuple[Tensor, Tensor]]
-) -> tuple[int, float, tuple[float, float]]:
+    small: Callable[[Tensor], Tensor], large: Callable[[Tensor], Tensor], texts: Sequence[tuple[Tensor, Tensor]], *,
+    has_loss: bool = True,
+) -> tuple[int, float, tuple[float, float] | None]:  # fmt: skip
     """Compare the logits of tokens and targets: number of tokens, error and losses of `Expanded`.
+
+    has_loss: logits are those of words.
 
     Raises UnfaithfulError if the error is above MOST_ERROR or no number.
     """
@@ -124,7 +128,7 @@ def proof(
         furthest = max(furthest, float((ours - theirs).abs().max()), key=lambda x: math.inf if math.isnan(x) else x)
         largest = max(largest, float(ours.abs().max()))
         num_tokens += tokens.numel()
-        for place, logits in enumerate((ours, theirs)):
+        for place, logits in enumerate((ours, theirs) if has_loss else ()):
             losses[place] += float(next_token_loss(logits, targets)) * tokens.numel()
     error = furthest / largest
     if not error <= MOST_ERROR:
@@ -132,4 +136,4 @@ def proof(
             f"the larger model's logits differ by {error:.3g} of the largest one; the limit is {MOST_ERROR:g}; "
             "the folder was deleted"
         )
-    return int(num_tokens), error, (losses[0] / num_tokens, losses[1] / num_tokens)
+    return int(num_tokens), error, (losses[0] / num_tokens, losses[1] / num_tokens) if has_loss else None

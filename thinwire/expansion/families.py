@@ -126,6 +126,8 @@ BERT = Family(
     },
     bert_roles,
 )  # fmt: skip
+# Parts of the names of models that tell classes of a text, or of its words.
+CLASSIFIERS = "ForSequenceClassification|ForTokenClassification|ForNextSentencePrediction"
 FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "gpt2": GPT2, "bert": BERT}
 
 
@@ -157,6 +159,9 @@ class Growth:
         if kind not in FAMILIES:
             raise ConfigError(f"a model of the family {kind} can't be expanded; choose one of {', '.join(FAMILIES)}")
         family = FAMILIES[kind]
+        for name in settings.get("architectures") or []:
+            if family is BERT and not re.search(f"LM|ForPreTraining|{CLASSIFIERS}", name):
+                raise ConfigError(f"{name} can't be compared with a larger one on text; nearest: BertForMaskedLM")
         width, inner, depth, heads, kv_heads, eps = family.sizes
         old, old_layers, num_heads = (int(settings[name]) for name in (width, depth, heads))
         groups = int(settings.get(kv_heads) or num_heads)
@@ -192,6 +197,11 @@ class Growth:
     def has_head(self) -> bool:
         """Whether the model ends with an output layer over the vocabulary."""
         return any(re.search("LM|ForPreTraining", name) for name in self.small.get("architectures") or [])
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the outputs are classes, so that the model has no loss of words."""
+        return any(re.search(CLASSIFIERS, name) for name in self.small.get("architectures") or [])
 
     def targets(self, name: str) -> Iterator[tuple[str, Role, bool]]:
         """The tensors of the large model that come from `name` in the small one: name, role, whether inserted.

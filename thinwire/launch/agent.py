@@ -30,8 +30,8 @@ from thinwire.launch.fork_server import ForkServer
 from thinwire.launch.machine import free_port
 from thinwire.launch.start import Start
 from thinwire.methods.pipeline.recover import FEWEST_STAGES
-from thinwire.options import RESIDENCY
 from thinwire.run.config import TrainConfig
+from thinwire.run.places import residency_options
 from thinwire.run.run_dir import RunDir
 from thinwire.run.signals import STOPPING, StoppedError
 
@@ -121,8 +121,11 @@ def run_workers(config: TrainConfig, start: Start, server: ForkServer, relay: Re
     finally:
         # The live table hides the cursor, and a killed worker can't bring it back.
         Console().show_cursor()
-    memory = config.memory or config.tables.get(RESIDENCY, {}).get("memory")
-    why = partial(failure, run_dir=run_dir, timeout_s=config.timeout, injected=start.inject, memory=memory)
+    stated = residency_options(config)
+    why = partial(
+        failure, run_dir=run_dir, timeout_s=config.timeout, injected=start.inject, memory=stated.get("memory"),
+        durable=bool(stated.get("durable")),
+    )  # fmt: skip
     if relay.received is not None:
         if own := {rank: one for rank, one in result.failures.items() if has_failed_by_itself(one)}:
             whose = f"island {start.island.number}: " if start.island else ""

@@ -16,6 +16,7 @@ from thinwire.methods.memory.units import read_bytes
 from thinwire.report import write_report
 from thinwire.report.metrics import read_metrics
 from thinwire.run.run_dir import RunDir
+from thinwire.training.kept_steps import last_kept
 
 # Half of the time that torchrun's agent gives workers between asking them to end and killing them.
 AGENT_PATIENCE_S = 15
@@ -31,7 +32,7 @@ OUT_OF_MEMORY = (
 
 def failure(
     failures: Mapping[int, ProcessFailure], run_dir: RunDir, timeout_s: float, injected: Sequence[str] = (), *,
-    is_island: bool = False, advice: str = "", memory: str | None = None,
+    is_island: bool = False, advice: str = "", memory: str | None = None, durable: bool = False,
 ) -> ThinwireError:  # fmt: skip
     """A short message about why the run failed: the first cause, and what is left of the run.
 
@@ -42,6 +43,7 @@ def failure(
         is_island: only an island failed, and others may continue.
         advice: how the run would have survived the loss of a process.
         memory: each worker's budget, as stated.
+        durable: the run keeps every step on its disks.
     """
     rank, cause = first_cause(failures)
     records = read_metrics(run_dir.metrics)
@@ -53,12 +55,19 @@ def failure(
     steps = f"{counted(len(records), 'step')} in {run_dir.metrics}" if records else "no step was finished"
     left = [steps, f"details are in {run_dir.logs}"]
     if not is_island:
-        saved = step_of(latest(run_dir.checkpoints))
-        left[1:1] = [f"--resume goes on after step {saved}" if saved else "no checkpoint is saved, so start anew"]
+        left[1:1] = [way_on(run_dir, durable=durable)]
         left[1:1] = [advice] if advice and is_killed(cause) else []
         left[1:1] = report_of(run_dir) if records else []
     kind = UnsavedError if is_unsaved(cause) else ThinwireError
     return kind(f"{what}\n{'; '.join(left)}")
+
+
+def way_on(run_dir: RunDir, *, durable: bool) -> str:
+    """Words on how to go on with a run that has failed. durable: it keeps every step."""
+    saved = step_of(latest(run_dir.checkpoints))
+    if durable and (kept := last_kept(run_dir)) > saved:
+        return f"--resume goes on after step {kept}, which the durable run keeps on its disks"
+    return f"--resume goes on after step {saved}" if saved else "no checkpoint is saved, so start anew"
 
 
 def report_of(run_dir: RunDir) -> list[str]:

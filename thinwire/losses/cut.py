@@ -106,15 +106,16 @@ def cut_cross_entropy(
             "none",
         fp32 or fp64; with `return_lse` a pair with lse, [...].
 
-    A DTensor c that is sharded by rows brings the group, its mesh. The result is a local tensor.
+    A DTensor c that is sharded by rows brings the group, its mesh. If e and targets are DTensors, they are
+    gathered. The result is a local tensor.
     Raises ConfigError for shapes and options that do not fit each other, and for a target that the vocabulary lacks.
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (ICLR 2025), algorithms 1 to 3; fused:
     the order of Liger's kernel; the unbiased filter is ours.
     """
-    if impl in PRESETS:
+    if isinstance(impl, str) and impl in PRESETS:
         stated = {"accumulation": accumulation, "filter_e": filter_e, "filter_c": filter_c}
         impl, accumulation, filter_e, filter_c = _preset(impl, stated)
-    e, c, bias, group = _local(e, c, bias, group)
+    e, c, targets, bias, group = _local(e, c, targets, bias, group)
     scalar_only = {
         "group": group is not None, "return_lse": return_lse, "filters": bool(filter_e or filter_c),
         "reduction 'none'": reduction == "none",
@@ -182,9 +183,12 @@ def _preset(name: str, stated: dict[str, str | None]) -> tuple[str, str, str | N
 
 
 def _local(
-    e: Tensor, c: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor | None, dist.ProcessGroup | None]:
-    """This rank's part of each tensor, and who has the others. Raises ConfigError for other placements."""
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, dist.ProcessGroup | None]:
+    """This rank's part of c and bias, all of e and targets, and who has the other parts.
+
+    Raises ConfigError for other placements.
+    """
     if isinstance(c, DTensor):
         mesh, placements = c.device_mesh, tuple(c.placements)
         if mesh.ndim != 1 or placements not in ((Shard(0),), (Replicate(),)):
@@ -196,9 +200,15 @@ def _local(
         if bias is not None and not (isinstance(bias, DTensor) and tuple(bias.placements) == placements):
             raise ConfigError("bias must be a DTensor placed as c is")
         c, bias = c.to_local(), bias.to_local() if isinstance(bias, DTensor) else None
-    if isinstance(e, DTensor):
-        e = e.full_tensor()
-    return e, c, bias, group
+    elif isinstance(bias, DTensor):
+        raise ConfigError("bias is a DTensor and c is not; nearest: c as a DTensor placed as bias is")
+    e, targets = (each.full_tensor() if isinstance(each, DTensor) else each for each in (e, targets))
+    return e, c, targets, bias, group
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _whole(value: object, usual: int) -> int:
@@ -215,12 +225,12 @@ def _check(given: dict[str, Any]) -> None:
             raise ConfigError(f"{name} {given[name]!r}: must be an integer; nearest: {_whole(given[name], usual)}")
     for name, known in (("reduction", REDUCTIONS), ("accumulation", ACCUMULATIONS)):
         if given[name] not in known:
-            raise ConfigError(f"{name} {given[name]!r}: no such choice{nearest(given[name], known)}")
+            raise ConfigError(f"{name} {given[name]!r}: no such choice{nearest(str(given[name]), known)}")
     if impl not in IMPLEMENTATIONS:
-        raise ConfigError(f"impl {impl!r}: no such choice{nearest(impl, [*IMPLEMENTATIONS, *PRESETS])}")
+        raise ConfigError(f"impl {impl!r}: no such choice{nearest(str(impl), [*IMPLEMENTATIONS, *PRESETS])}")
     for name in ("filter_e", "filter_c"):
         if given[name] not in (None, *FILTERS):
-            raise ConfigError(f"{name} {given[name]!r}: no such filter{nearest(given[name], FILTERS)}")
+            raise ConfigError(f"{name} {given[name]!r}: no such filter{nearest(str(given[name]), FILTERS)}")
     if c.dim() != 2 or e.shape[-1:] != c.shape[1:] or e.shape[:-1] != targets.shape:
         raise ConfigError(
             f"e {list(e.shape)}, c {list(c.shape)} and targets {list(targets.shape)}: must be [..., D], [V, D], [...]"
@@ -229,15 +239,15 @@ def _check(given: dict[str, Any]) -> None:
         raise ConfigError(f"bias {list(bias.shape)}: must be [{len(c)}], an entry for each row of c")
     if e.dtype != c.dtype:
         raise ConfigError(f"e is {e.dtype} and c is {c.dtype}: they must be equal")
-    if softcap is not None and softcap <= 0:
-        raise ConfigError(f"softcap {softcap}: must be above 0; nearest: None for none")
+    if softcap is not None and not (_is_number(softcap) and softcap > 0):
+        raise ConfigError(f"softcap {softcap!r}: must be a number above 0; nearest: None for none")
     if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
         near = 0 if shift < 0 or targets.dim() == 0 else targets.shape[-1]
         raise ConfigError(f"shift {shift}: must be from 0 to the length of a sequence; nearest: {near}, the usual: 1")
     if given["data_group"] is not None and given["reduction"] != "mean":
         raise ConfigError(f"reduction {given['reduction']!r}: data_group is for a mean alone; nearest: leave it out")
-    if given["z_loss"] < 0:
-        raise ConfigError(f"z_loss {given['z_loss']}: must be at least 0; nearest: 0")
+    if not (_is_number(z_loss := given["z_loss"]) and z_loss >= 0):
+        raise ConfigError(f"z_loss {z_loss!r}: must be a number of at least 0; nearest: 0")
     needing = [name for name, is_stated in given["scalar_only"].items() if is_stated]
     if impl in ("fused", "torch") and needing:
         raise ConfigError(f"impl {impl!r} does not support {' and '.join(needing)}; nearest: impl 'tiles'")

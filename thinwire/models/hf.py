@@ -49,7 +49,9 @@ class HFCausalLM(nn.Module):
         loss too; the loss is that of the text.
         """
         if targets is None or not self.training or not torch.is_grad_enabled() or not self.balance_weight:
-            logits = self.model(input_ids=tokens, use_cache=False).logits
+            found = self.model(input_ids=tokens, use_cache=False)
+            # A model with a second output, of pairs of sentences, calls that of words so.
+            logits = found.prediction_logits if "prediction_logits" in found else found.logits
             return logits if targets is None else next_token_loss(logits, targets)
         found = self.model(input_ids=tokens, use_cache=False, output_router_logits=True)
         return with_gradient_of(next_token_loss(found.logits, targets), self.balance_weight * self._balance_loss(found))

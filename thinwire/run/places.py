@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from thinwire.errors import ConfigError
 from thinwire.methods.memory import Residency
@@ -55,15 +53,18 @@ def residency_of(config: TrainConfig) -> Residency | None:
     """What lies on a disk, or is computed again; None: nothing. Raises ConfigError for values that can't work."""
     stated = residency_options(config)
     options = completed(stated)
-    run_dir = Path(config.run_dir).absolute()
     if options.get("durable") and "store" in options:
-        # Steps of several runs may lie in one folder.
-        options["store"] = str(Path(options["store"]) / f"{run_dir.name}-{crc32(str(run_dir).encode()):08x}")
+        options["store"] = str(RunDir(config.run_dir).own_store(options["store"]))
     default = {} if stated.get("store") == NO_STORE else {"store": str(RunDir(config.run_dir).store)}
     found = made(Residency, default | options)
     if stated.get("store") == NO_STORE and found.needs_store:
+        asking = {name: getattr(found, name) == "disk" for name in PLACES} | {
+            "optimizer": found.optimizer != "memory", "activations": found.spills, "durable": found.durable,
+        }  # fmt: skip
+        flags = {name: f"--{name}" if name in FLAT else f"--{RESIDENCY}.{name}" for name in asking}
+        named = " and ".join(f"{flags[name]} {str(options[name]).lower()}" for name, asks in asking.items() if asks)
         raise ConfigError(
-            f"--store {NO_STORE}: nothing lies on a disk, and other options say what does; nearest: a folder, or leave "
+            f"--store {NO_STORE}: nothing lies on a disk, and that needs one: {named}; nearest: a folder, or leave "
             "--store out"
         )
     return None if is_bare(options) else found

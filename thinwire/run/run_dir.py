@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from zlib import crc32
 
 from thinwire.errors import ConfigError, nearest, unusable_folder
 
@@ -26,11 +27,30 @@ class RunDir:
         self.logs = self.path / "logs"
         # What does not fit in memory; by default.
         self.store = self.path / "store"
+        # Names the other folders in which the run has kept its steps.
+        self.durable = self.path / "durable-stores.txt"
         # What befell workers that have no terminal, on purpose.
         self.faults = self.logs / "faults.log"
 
     def config(self, node: int = 0) -> Path:
         return self.path / ("config.toml" if node == 0 else f"config.node{node}.toml")
+
+    def own_store(self, store: str | Path) -> Path:
+        """The folder of this run in a store, in which steps of several runs may lie."""
+        path = self.path.absolute()
+        return Path(store).absolute() / f"{path.name}-{crc32(str(path).encode()):08x}"
+
+    def durable_stores(self) -> list[Path]:
+        """The folders of this machine in which the run has kept its steps, or may have."""
+        noted = self.durable.read_text().splitlines() if self.durable.exists() else []
+        # A copy of a run directory has no right to the original's.
+        return [self.store, *(path for path in map(Path, noted) if path == self.own_store(path.parent))]
+
+    def note_store(self, store: Path) -> None:
+        """Remember a folder in which the run keeps its steps."""
+        if store.absolute() not in [path.absolute() for path in self.durable_stores()]:
+            with self.durable.open("a") as file:
+                file.write(f"{store.absolute()}\n")
 
     def island(self, number: int) -> RunDir:
         """The folder of an island: for the first one this folder, for the others a subfolder."""
@@ -76,7 +96,7 @@ class RunDir:
         """Delete a run's files, and nothing else in the folder."""
         own = [self.metrics, self.summary, self.report, self.machine, self.plan, self.trace, self.timeline, self.logs]
         shared = [*own, *self.path.glob("island-*")] if node == 0 else []
-        for path in (*shared, self.config(node), self.checkpoints, self.store):
+        for path in (*shared, self.config(node), self.checkpoints, *self.durable_stores(), self.durable):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:

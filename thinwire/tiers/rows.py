@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConfigError, ThinwireError
 
 # What is looked at a time for a checksum.
 PART_BYTES = 1 << 20
@@ -66,7 +66,12 @@ class RowStore(ABC):
             return self._gathered(numbers.squeeze(-1), self.device)
         if isinstance(idx, slice):
             return self._gathered(torch.arange(self.num_rows)[idx], self.device)
-        idx = torch.as_tensor(idx)
+        try:
+            idx = torch.as_tensor(idx)
+        except (TypeError, ValueError, RuntimeError):
+            raise IndexError(
+                f"{self.name}: {idx!r} names no rows; nearest: rows[:], or a number, a slice, or a tensor of them"
+            ) from None
         if idx.dtype == torch.bool:
             if idx.shape != (self.num_rows,):
                 raise IndexError(f"{self.name}: a mask of shape {list(idx.shape)} for {self.num_rows} rows")
@@ -85,11 +90,17 @@ class RowStore(ABC):
                 rows.
             out: the tensor to fill; by default a new one, where the class says.
 
-        Raises IndexError for a number out of range, ThinwireError for rows that are not what was written.
+        Raises IndexError for a number out of range, ConfigError for another shape or dtype of `out`,
+        ThinwireError for rows that are not what was written.
         """
+        shape = (*idx.shape, self.width)
+        if out is not None and (tuple(out.shape), out.dtype) != (shape, self.dtype):
+            raise ConfigError(
+                f"{self.name}: out is {list(out.shape)} in {out.dtype}; it must be {list(shape)} in {self.dtype}"
+            )
         place = idx.device if idx.dim() or idx.device.type != "cpu" else self.device
         if idx.is_meta:
-            found = torch.empty(*idx.shape, self.width, dtype=self.dtype, device=place)
+            found = torch.empty(shape, dtype=self.dtype, device=place)
         else:
             found = self._gathered(idx.cpu(), place)
         return found if out is None else out.copy_(found)

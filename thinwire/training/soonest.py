@@ -89,8 +89,10 @@ def row_on(found: Residency, ways: list[Residency], setup: Setup, rates: StepRat
     told = [f"the disk reads {bytes_text(rates.read)}/s and writes {bytes_text(rates.written)}/s, {how}"]
     told += [f"a rank computes {rates.flops / 1e9:.3g} GFLOP/s"]
     told += [f"its link carries {8 * rates.sent / 1e6:.3g} Mbit/s"] if rates.sent < float("inf") else []
-    took = f"about {seconds_text(max(seconds(found, setup, rates)))} of a step, others {seconds_text(min(others))}"
-    took += f" to {seconds_text(max(others))}" if len(others) > 1 else ""
+    own, low, high = map(seconds_text, (max(seconds(found, setup, rates)), min(others), max(others)))
+    span = low if low == high else f"{low} to {high}"
+    took = f"the longest of computing, disk and link takes about {own} a step"
+    took += ", and as long with every other choice" if own == span else f", and {span} with other choices"
     return asked, ", ".join(key_of(found)), f"{took}: {'; '.join(told)}"
 
 

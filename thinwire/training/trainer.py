@@ -24,6 +24,7 @@ from thinwire.training.account import StepAccount
 from thinwire.training.agreement import agree, max_over_ranks
 from thinwire.training.checkpoints import Checkpoints
 from thinwire.training.engine import Corpus, Engine
+from thinwire.training.kept_steps import free_kept
 from thinwire.training.planned import Planned
 from thinwire.training.recovery import Reunion, StepStart, Survivor
 from thinwire.training.reporter import Reporter
@@ -53,6 +54,8 @@ class Trainer:
         self.engine = Engine(run, place, self.device, corpus, self.dtype)
         self.model, self.batch, self.loader = self.engine.model, self.engine.batch, self.engine.loader
         self.stage, self.optimizer = self.engine.stage, self.engine.optimizer
+        if self.optimizer.journal is not None and place.local_rank == 0:
+            self.run_dir.note_store(self.optimizer.journal.folder.parent)
         reunion = None
         if generation:
             replicas = run.config.mesh_shape.sizes["data"]
@@ -160,6 +163,9 @@ class Trainer:
         self.engine.close()
         if self.optimizer.journal is not None and not unsaved:
             self.optimizer.journal.delete()
+        if self.place.local_rank == 0 and not unsaved:
+            for line in free_kept(self.run_dir, self.step):
+                self._say(line)
         if self.onlooker is not None:
             self.onlooker.say(f"{stopped or 'finished'} after step {self.step}; node 0 has the results")
         if self.reporter is not None:
@@ -214,6 +220,13 @@ class Trainer:
     def _warn(self, text: str) -> None:
         if self.reporter is not None:
             self.reporter.progress.warn(text)
+
+    def _say(self, text: str) -> None:
+        """Print it on this machine's terminal."""
+        if self.reporter is not None:
+            self.reporter.progress.say(text)
+        elif self.onlooker is not None:
+            self.onlooker.say(text)
 
     def _arm_faults(self) -> None:
         """Arm the faults for this process; not again in a process that was restarted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -145,13 +146,19 @@ def locked(folder: Path) -> TextIO:
 
     Raises ConfigError if another process has it.
     """
-    file = (folder / "lock").open("w")
+    file = (folder / "lock").open("a+")
     try:
         # Of this process alone: one that it has forked does not keep it.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except OSError:
+        file.seek(0)
+        pid = file.read()
         file.close()
         raise ConfigError(
-            f"store {folder}: another run that goes on is using it ({error.strerror}); nearest: a store of its own"
+            f"store {folder}: {f'process {pid}' if pid else 'a process'} of a run that goes on is using it; nearest: "
+            "wait until it has ended, or end it; another run needs a store of its own"
         ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
     return file

@@ -191,8 +191,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_of_a_run_are_documented(run_folder: Path) -> None:
     documented = {row[0].rstrip("/") for row in table_rows(RUN_DIR_PAGE, "Files")}
     written = {path.name for path in (run_folder / "runs/first").iterdir()}
-    # The store is of runs with --memory, the timeline of those with stages.
-    assert written == documented - {"store", "timeline.json"}
+    # The store is of runs with --memory, its list of durable ones, the timeline of those with stages.
+    assert written == documented - {"store", "durable-stores.txt", "timeline.json"}
     run_thinwire(["checkpoints", "runs/first", "--verify"], run_folder)
 
 

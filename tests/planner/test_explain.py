@@ -17,6 +17,7 @@ from thinwire.methods.data.powersgd import PowerSGD
 from thinwire.models import build_skeleton
 from thinwire.optim import OPTIMIZERS
 from thinwire.options import has_islands
+from thinwire.planner import explained_notes
 from thinwire.planner.command import run_explain
 from thinwire.planner.explain import explain, strategy_of
 from thinwire.planner.options import ExplainConfig
@@ -188,11 +189,15 @@ def test_each_strategy_is_planned_with_its_own_optimizer(capsys: pytest.CaptureF
             assert plan.optimizer == 4 * (2 * all_of_them - (one if name in muon else 0)), (optimizer, name)
 
 
-def test_all_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_explain(["--nodes", "4", "--local-size", "8", "--parameters", "7e9", "--rate", "10gbit"]) == 0
     out = capsys.readouterr().out
     for name in STRATEGIES:
         assert f" {name} " in out
+    # Options in brackets are printed, too: a console may take them for the name of a colour.
+    monkeypatch.setattr(explained_notes, "recommended", lambda rate, model: ("sparseloco[sync_every=6]", "measured"))
+    assert run_explain(["--nodes", "4", "--model", "tiny", "--rate", "10gbit"]) == 0
+    assert "method for this rate: sparseloco[sync_every=6] (measured)" in capsys.readouterr().out
     assert "7 G parameters" in out or "7.00G parameters" in out or "7G parameters" in out
     assert "inside a pair" in out and "on the link" in out
 

@@ -27,7 +27,7 @@ class Board:
     """Shows the progress of a race: a live table on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(highlight=False, markup=False)
         if not self.console.is_terminal:
             self.console.width = max(PLAIN_WIDTH, self.console.width)
         self._live: Live | None = None
@@ -70,7 +70,7 @@ class Board:
         self._num_done, self._share = self._num_done + 1, 0.0
         self._show(is_due=not failed)
         if failed:
-            self.console.print(f"{self._current} is out of the race: {failed}", style="bold red", markup=False)
+            self.console.print(f"{self._current} is out of the race: {failed}", style="bold red")
 
     def leg_skipped(self) -> None:
         """Note that the turn of a contestant that is out of the race is skipped."""
@@ -87,10 +87,10 @@ class Board:
         self.console.print(result_table(values))
         reasons = [f"{row.name} {row.status}: {row.reason}" for row in result.contestants if row.reason]
         for line in (*reasons, *sentences(values, page.parent), *notes(values)):
-            self.console.print(line, markup=False, soft_wrap=True)
+            self.console.print(line, soft_wrap=True)
         if result.stopped:
             self.console.print(f"stopped by {result.stopped}; the same command with --resume goes on")
-        self.console.print(f"report: {page}", markup=False, soft_wrap=True)
+        self.console.print(f"report: {page}", soft_wrap=True)
 
     @property
     def _left(self) -> str:
@@ -113,7 +113,7 @@ class Board:
             self._line_due = time.monotonic() + LINE_EVERY_S
             name, seed, turn, step, loss, step_s = self._states[self._current]
             line = f"{name}  seed {seed}  round {turn}  step {step}  loss {loss or MISSING}  {step_s} a step"
-            self.console.print(f"{line}  ({self._left})", markup=False)
+            self.console.print(f"{line}  ({self._left})")
 
 
 def result_table(values: Mapping[str, Any]) -> Table:

@@ -186,7 +186,7 @@ def show(contestants: Sequence[Contestant], ways: Sequence[Priced], result: Resu
     from thinwire.planner.table import PLAIN_WIDTH
     from thinwire.report.page import BORDER
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = max(PLAIN_WIDTH, console.width)
     table = Table("way", "of rank 0 and step", "predicted", "measured", "error", title="The plan against the race")

@@ -40,7 +40,7 @@ MOST_SHOWN = 8
 
 def print_explained(config: ExplainConfig, problems: Problems) -> None:
     """Print what the configuration asks for. Raises ConfigError with everything that is wrong."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = max(PLAIN_WIDTH, console.width)
     if config.recipe is not None:

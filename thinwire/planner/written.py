@@ -142,7 +142,7 @@ def write_plan(config: PlanConfig, found: TrainingPlan) -> None:
 
 def show(found: TrainingPlan) -> None:
     """Print the fastest ways, and why the first was chosen."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = max(PLAIN_WIDTH, console.width)
     console.print(ranking(found.search))

@@ -37,7 +37,7 @@ class Progress:
         self.num_steps = num_steps
         self.tokens_per_step = tokens_per_step
         self.uncompressed_bytes = uncompressed_bytes
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(highlight=False, markup=False, soft_wrap=True)
         self._recent: deque[StepMetrics] = deque(maxlen=NUM_TIMED)
         self._rows: deque[list[str]] = deque(maxlen=NUM_ROWS)
         self._line_due = 0.0
@@ -63,15 +63,15 @@ class Progress:
             self._line_due = time.monotonic() + LINE_EVERY_S
             names = ("step", "loss", "tokens/s", self.sent_by, "waiting", "left")
             pairs = zip(names, self._cells(record), strict=True)
-            self.console.print("  ".join(f"{name} {cell}" for name, cell in pairs), markup=False)
+            self.console.print("  ".join(f"{name} {cell}" for name, cell in pairs))
 
     def say(self, message: str) -> None:
         """Print a line of text, above the live table if there is one."""
-        self.console.print(message, markup=False)
+        self.console.print(message)
 
     def warn(self, message: str) -> None:
         """Print a line that must not be missed."""
-        self.console.print(f"WARNING: {message}", style="bold red", markup=False)
+        self.console.print(f"WARNING: {message}", style="bold red")
 
     def close(self) -> None:
         """Leave the last table on the screen."""

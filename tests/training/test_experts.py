@@ -121,9 +121,9 @@ def check_streams(runs: dict[str, dict[str, Any]]) -> None:
         assert value == pytest.approx((first.sent_by.get(key, 0) + last.sent_by.get(key, 0)) / 2)
     assert runs["one"]["sent_by"] == first.sent_by == runs["four"]["sent_by"]
     assert "Messages of rank 0" in (runs["one"]["folder"] / "report.html").read_text()
-    # The way of a run that never changed it, measured in the steps since.
+    # The way in use at the end, measured in the steps since; the first of them warms up.
     ways = [each for each in read_events(runs["whole"]["folder"] / "metrics.jsonl") if isinstance(each, WayEvent)]
-    assert ways[-1].measured_s > 0
+    assert ways[-1].measured_s > 0 or ways[-1].after_step > STEPS - 3
     # Forwards are computed twice; only rows to their experts have numbers in front.
     sent = runs["four"]["sent_by"]
     back = sent["combine_gradients, inter"]

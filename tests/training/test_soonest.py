@@ -53,7 +53,8 @@ def test_the_slowest_disk_decides_for_all_ranks() -> None:
     assert fast == KEPT and "the disk reads 5 GB/s and writes 5 GB/s, measured now" in how
     assert slow == AGAIN and "reads 1 MB/s and writes 1 MB/s, measured now" in slow_how
     assert stated == AGAIN and "writes 1 MB/s, as stated" in stated_how
-    assert "measured now" in measured_how and "5 GB/s" not in measured_how
+    # A rate such as 1.25 GB/s ends as the one above.
+    assert "measured now" in measured_how and "reads 5 GB/s" not in measured_how
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from thinwire.collectives.topology import Topology
 from thinwire.data import load_tokenizer
 from thinwire.data.loader import count_sequences
 from thinwire.errors import ConfigError, Problems, counted
-from thinwire.hosts.offload.sampling import linear_layers
+from thinwire.hosts.offload.sampling import norms_bytes
 from thinwire.launch.apart import apart
 from thinwire.launch.check_layout import (
     capacity_rows,
@@ -337,10 +337,9 @@ def check_norms(run: Run, num_sequences: int) -> None:
         config.model, load_tokenizer(config.tokenizer).vocab_size, config.seq_len,
         config.tables.get(model_table(config.model) or ""),
     )  # fmt: skip
-    # Layers that share an input share their norms, so it may be less.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
-    own = -(-num_sequences // config.world_size)
-    check_folder(residency.folder, num_here * 2 * config.seq_len * len(linear_layers(skeleton)) * own)
+    of_rank = norms_bytes(skeleton, config.seq_len, num_sequences, config.world_size)
+    check_folder(residency.folder, num_here * of_rank)
 
 
 def check_returns(run: Run, num_sequences: int) -> None:

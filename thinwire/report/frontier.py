@@ -126,20 +126,18 @@ def recommended(rate: float, model: str = "", recorded: Path = RECORDED) -> tupl
     Of methods that have not been measured nothing is known, and it says how many there are. The method is written as
     for `thinwire compare --strategies`.
 
-    Uses the runs of `model`, or of the first recorded one, of at least LEAST_STEPS steps, since shorter ones don't show
-    an order of methods; and the nearest rate. Not known without such runs, and if that rate is off by a factor above 4.
+    Uses `long_runs`, since shorter ones don't show an order of methods; and the nearest rate. Not known without such
+    runs, and if that rate is off by a factor above 4.
     """
-    found = json.loads(recorded.read_text()) if recorded.is_file() else []
-    measured = dict.fromkeys(row["model"] for row in found if row["steps"] >= LEAST_STEPS)
-    if not measured:
+    if not (rows := long_runs(model, recorded)):
+        found = json.loads(recorded.read_text()) if recorded.is_file() else []
         sizes = {f"{row['model']}, {row['steps']:,} steps" for row in found} or {"no runs"}
         return "not known", f"recorded: {'; '.join(sorted(sizes))}; which is best shows from {LEAST_STEPS:,} steps on"
     near = min(RATES, key=lambda one: abs(math.log(one / rate)))
     if not 0.25 <= rate / near <= 4:
         rates = ", ".join(f"{one / 1e6:g}" for one in RATES)
         return "not known", f"measured at {rates} Mbit/s, and {rate / 1e6:g} is not near one of them"
-    used = model if model in measured else next(iter(measured))
-    at, rows = f"{near / 1e6:g}", [row for row in found if row["model"] == used]
+    used, at = rows[0]["model"], f"{near / 1e6:g}"
     # The exact run itself comes near its loss.
     soonest = min(rows, key=lambda row: math.inf if row["minutes"][at] is None else row["minutes"][at])
     spread = f" ± {soonest['gap_error']:.2%}" if soonest["seeds"] > 1 else ""
@@ -151,16 +149,19 @@ def recommended(rate: float, model: str = "", recorded: Path = RECORDED) -> tupl
 
 
 def best_rates(model: str, recorded: Path = RECORDED) -> tuple[str, dict[str, float]]:
-    """The best learning rate of each recorded method, as for `thinwire compare --strategies`, and the runs' size.
+    """The best learning rate of each of `long_runs`, as for `thinwire compare --strategies`, and the runs' size."""
+    rows = long_runs(model, recorded)
+    size = f"the model {rows[0]['model']}, {rows[0]['steps']:,} steps" if rows else ""
+    return size, {row["text"]: row["lr"] for row in rows}
 
-    Uses the runs of `model`, or of the first recorded one, of at least LEAST_STEPS steps. Empty without such runs.
-    """
+
+def long_runs(model: str, recorded: Path) -> list[dict[str, Any]]:
+    """The recorded methods in runs of at least LEAST_STEPS steps, of `model`, or of the first model that has any."""
     found = json.loads(recorded.read_text()) if recorded.is_file() else []
     found = [row for row in found if row["steps"] >= LEAST_STEPS]
-    used = next((row["model"] for row in found if row["model"] == model), found[0]["model"] if found else "")
-    rows = [row for row in found if row["model"] == used]
-    size = f"the model {used}, {rows[0]['steps']:,} steps" if rows else ""
-    return size, {row["text"]: row["lr"] for row in rows}
+    return [row for row in found if row["model"] == model] or [
+        row for row in found if row["model"] == found[0]["model"]
+    ]
 
 
 def frontier_sentence(outcomes: Sequence[Outcome]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.hosts.experts.parallel import ExpertRanks
-from thinwire.hosts.offload.sampling import linear_layers
+from thinwire.hosts.offload.sampling import norms_bytes
 from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.sequence import SequenceRanks
 from thinwire.hosts.sequence.seams import attention_of
@@ -78,9 +78,8 @@ def norms_row(engine: Engine) -> Row | None:
     residency = None if engine.choice is None else engine.choice.residency
     if residency is None or residency.sampled is None or not engine.come_again:
         return None
-    # Layers that share an input share their norms, so it may be less.
-    of_sequence = 2 * engine.config.seq_len * len(linear_layers(engine.model))
-    most = of_sequence * -(-engine.loader.num_sequences // engine.optimizer.comm.world_size)
+    num_ranks = engine.optimizer.comm.world_size
+    most = norms_bytes(engine.model, engine.config.seq_len, engine.loader.num_sequences, num_ranks)
     where = "on this rank's disk" if residency.store is not None else "of this rank's memory, besides a budget"
     why = f"{engine.loader.num_sequences:,} sequences come again; they grow as these are seen for the first time"
     return "norms of seen sequences", f"at most {bytes_text(most)} {where}", why

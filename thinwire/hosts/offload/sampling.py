@@ -149,6 +149,11 @@ class RowSampler:
         return KeptRows(source, x._version, rows[index] * scales.to(x.dtype).unsqueeze(1), index, note)
 
 
+def norms_bytes(model: nn.Module, seq_len: int, num_sequences: int, num_ranks: int) -> int:
+    """The most bytes that `SeenNorms` takes on a rank; less where layers share an input, and with it their norms."""
+    return 2 * seq_len * len(linear_layers(model)) * -(-num_sequences // num_ranks)
+
+
 def linear_layers(model: nn.Module) -> list[nn.Module]:
     """The linear layers inside the model's layers, each once; also those of transformers whose weight is transposed."""
     found = (each for layer in layers_of(model) for each in layer.modules())

@@ -41,6 +41,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.ddp.optimizer import DDPOptimizer
 from thinwire.hosts.ranks import Ranks
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
+from thinwire.islands import exchanges
 from thinwire.islands.loop import OuterLoop
 from thinwire.islands.optimizer import IslandsOptimizer
 from thinwire.methods.ddp import DDPMethod
@@ -53,6 +54,9 @@ from thinwire.run.run import Run
 from thinwire.run.settings import read_toml
 from thinwire.state.memory import Place
 from thinwire.training.engine import Corpus, build_optimizer
+
+# Whoever waits for an exchange gives its turn away at once: nothing moves while it sleeps.
+exchanges.LOOK_EVERY_S = 0.0
 
 T = TypeVar("T")
 Messages = dict[tuple[int, int, int], list[Tensor]]

@@ -224,10 +224,55 @@ def test_a_disk_changes_no_bit(first: list[dict[Any, Any]]) -> None:
 def test_slices_of_a_micro_batch_read_weights_once(first: list[dict[Any, Any]]) -> None:
     for told in first:
         for name in NAMES:
-            assert told["read", name, "slices"] == pytest.approx(told["read", name, "recompute"], rel=0.05)
+            assert 0 < told["read", name, "slices"] <= 1.05 * told["read", name, "recompute"]
             (losses, weights), (plain, others) = told[name, "slices"][1], told[name, "memory"][1]
             assert losses == pytest.approx(plain, rel=1e-4)
             assert all(torch.allclose(weights[key], others[key], atol=2e-3) for key in weights)
+
+
+class Blocks(torch.nn.Module):
+    """Three layers of six matrices, more than fit in memory at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [[torch.nn.Linear(16, 16) for _ in range(6)] for _ in range(3)]
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(*each) for each in layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def many_matrices(rank: int, world_size: int, folder: Path) -> list[int]:
+    """Bytes that a step reads of layers of many matrices: computed again whole, and in four slices."""
+    cut_small()
+    told = []
+    for slices in (None, 4):
+        torch.manual_seed(0)
+        model = Blocks()
+        residency = Residency(
+            store=str(folder), weights="disk", optimizer="memory", activations="recompute", slices=slices
+        )
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        module, optimizer = thinwire.zero(model, adamw, thinwire.Zero(), residency=residency, announce=False)
+        tiers = optimizer.tiers
+        assert tiers is not None
+        for _ in range(3):
+            before = tiers.snapshot().read_bytes
+            module(torch.ones(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.synchronize()
+        told.append(tiers.snapshot().read_bytes - before)
+        optimizer.close()
+    return told
+
+
+def test_slices_read_a_layer_of_many_matrices_once(tmp_path: Path) -> None:
+    """All of a layer's matrices stay while its slices take turns."""
+    ((whole, sliced),) = run_workers(many_matrices, 1, tmp_path)
+    # Forward and backward; of a layer that is computed again whole, most matrices are read twice in the backward.
+    assert 0 < sliced < whole
 
 
 def test_sampled_rows_are_the_same_wherever_weights_lie_and_behind_a_restart(first: list[dict[Any, Any]]) -> None:

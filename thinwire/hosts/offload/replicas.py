@@ -15,8 +15,8 @@ from torch import Tensor
 from thinwire.hosts.offload.uses import Uses
 from thinwire.hosts.sharded.bucket import FlatBucket, Slot
 from thinwire.layout.buckets import BucketLayout
-from thinwire.methods.memory.floor import SMALL_NUMEL
 from thinwire.methods.memory.placement import deferred
+from thinwire.methods.memory.setup import SMALL_NUMEL
 from thinwire.tiers import ChunkedFile, DiskFile, DiskRows, Pace, TierMeter
 from thinwire.tiers.pool import aligned
 

@@ -97,7 +97,7 @@ class Residence:
         self.seen: SeenNorms | None = None
         self.journal = Journal(residency.folder, comm) if residency.durable else None
         budget = residency.memory_bytes
-        self._give_limit_back = hold_to(budget) if budget is not None else lambda: None
+        self._give_limit_back = hold_to(budget, is_sliced=residency.is_sliced) if budget is not None else lambda: None
         self.replicas: Replicas | None = None
         self.gradients: GradientsOnDisk | None = None
         self._states: StatesOnDisk | None = None
@@ -186,6 +186,8 @@ class Residence:
         # A durable step has all weights on the disk.
         packs, defers = self.activations is None, not self.options.durable
         found = WeightsOnDisk(units, seeds, model, self.replicas, packs=packs, defers=defers)
+        for layer in layers_of(model) if self.options.is_sliced else ():
+            found.fit(layer)
         if self.options.memory is None:
             self.replicas.defer_within(waits_unbounded(self.replicas.total_bytes))
         return found

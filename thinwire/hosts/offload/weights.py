@@ -194,12 +194,19 @@ class WeightsOnDisk(StreamedUpdates):
     def reads_rows(self, module: nn.Module) -> bool:
         return module in self._tables
 
+    def fit(self, module: nn.Module) -> None:
+        """Let all weights of a module be in memory, which is used several times in a row."""
+        self.replicas.fit(self._buckets_of(module))
+
+    def _buckets_of(self, module: nn.Module) -> list[FlatBucket]:
+        units = dict.fromkeys(unit for child in module.modules() for unit in self._units_of.get(child, []))
+        return [bucket for unit in units for bucket in unit.buckets]
+
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
         """See `whole`."""
         self.wait_all()
-        units = dict.fromkeys(unit for child in module.modules() for unit in self._units_of.get(child, []))
-        buckets, seen = [bucket for unit in units for bucket in unit.buckets], dict[FlatBucket, int]()
+        buckets, seen = self._buckets_of(module), dict[FlatBucket, int]()
         for bucket in buckets:
             self.replicas.bring(bucket)
             self.replicas.lock(bucket)

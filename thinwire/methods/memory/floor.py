@@ -12,7 +12,7 @@ from thinwire.calibration.process import USUAL
 from thinwire.device import num_gpus
 from thinwire.errors import ConfigError
 from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, KEEP, PASSING_SHARE, Residency
-from thinwire.methods.memory.setup import NUM_STATES, Setup
+from thinwire.methods.memory.setup import NUM_STATES, SMALL_NUMEL, Setup
 
 # Temporary tensors of kernels, and what the allocator can't give back; and how much of it is touched.
 KERNEL_BYTES, TOUCHED_BYTES = 64_000_000, 48_000_000
@@ -24,8 +24,6 @@ NUM_BUCKETS = 2
 NUM_UNBOUNDED = 4
 # Of mean gradients that wait on a disk: two are written, or read and stepped, while one is reduced or sent.
 NUM_MEANS = 3
-# Buckets of fewer elements stay in memory.
-SMALL_NUMEL = 100_000
 # Memory through which rows of an embedding pass, and the stack of the thread that reads them.
 ROWS_BYTES = 4 << 20
 # Scratch memory of the messages of a bucket, over its size: gradients as sent, and packets; and messages under way.
@@ -72,7 +70,8 @@ class Floor:
             disk += plan.weights
             over = setup.method.levels(setup.topology).weights_over
             # Of parts of buckets one more: the next one is gathered while another computes.
-            parts["weights"] = min((num_held(residency) + (over > 1)) * largest // over, plan.weights)
+            held = held_bytes(residency, setup) if over == 1 else (num_held(residency) + 1) * largest // over
+            parts["weights"] = min(held, plan.weights)
             embeddings = [module for module in setup.model.modules() if isinstance(module, nn.Embedding)]
             num_tables = sum(module.weight.numel() >= SMALL_NUMEL for module in embeddings)
             # That of one is among the process's.
@@ -131,6 +130,12 @@ class Floor:
 def num_held(residency: Residency) -> int:
     """Buckets of weights in memory at a time. Under a budget, those that fit stay besides, after the first steps."""
     return NUM_UNBOUNDED if residency.memory_bytes is None else NUM_BUCKETS
+
+
+def held_bytes(residency: Residency, setup: Setup) -> int:
+    """Bytes of weights in memory at a time, where they are not cut. Slices take turns with a whole layer's weights."""
+    layer = max(setup.layer_bytes, default=0) + setup.largest_bytes if residency.is_sliced else 0
+    return max(num_held(residency) * setup.largest_bytes, layer)
 
 
 def cuda_build(process_bytes: int) -> str:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from thinwire.layout.buckets import BucketLayout, Unit
-from thinwire.layout.layers import looked_up, names_by_layer
-from thinwire.methods.memory.floor import KERNEL_BYTES, SMALL_NUMEL, TOUCHED_BYTES, Floor, num_held
+from thinwire.layout.buckets import BucketLayout
+from thinwire.layout.layers import looked_up
+from thinwire.methods.memory.floor import KERNEL_BYTES, TOUCHED_BYTES, Floor, held_bytes, num_held
 from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES, Residency
-from thinwire.methods.memory.setup import NUM_STATES, Setup
+from thinwire.methods.memory.setup import NUM_STATES, SMALL_NUMEL, Setup, names_of
 
 # Of the room in a budget, what is left for checkpoints, and what of the rest is used for what may stay.
 SPARE_BYTES, USED_SHARE = 100_000_000, 2 / 3
@@ -106,7 +106,8 @@ def _weights_on_disk(residency: Residency, setup: Setup, left: int) -> tuple[Mem
     is_table = [by_rows.issuperset(names_of(unit)) for unit in large]
     tables = sum(size for size, is_one in zip(sizes, is_table, strict=True) if is_one)
     total, largest = sum(sizes), max(sizes, default=0)
-    least = min(num_held(residency) * largest, total)
+    held = held_bytes(residency, setup) if over == 1 else num_held(residency) * largest
+    least = min(held, total)
     waiting = _waiting(residency, setup, left if residency.memory_bytes is not None else waits_unbounded(total))
     num_waiting = sum(layout.update_bytes for layout in waiting)
     left = max(0, left - num_waiting)
@@ -119,9 +120,7 @@ def _weights_on_disk(residency: Residency, setup: Setup, left: int) -> tuple[Mem
             numel = layout.shard_numel if layout in waiting else layout.numel // over
             read += FP32_BYTES * numel * (looked if is_one else passing) // (tables if is_one else total - tables)
     if residency.recomputes and over == 1:
-        pairs = [(size, names_of(unit)) for size, unit in zip(sizes, large, strict=True)]
-        of_layers = (sum(size for size, names in pairs if names & own) for own in names_by_layer(setup.model))
-        read += setup.micro_batches * sum(max(0, size - found) for size in of_layers)
+        read += setup.micro_batches * sum(max(0, size - found) for size in setup.layer_bytes)
     written = 0 if staying == total else total
     held = setup.plan.weights - total + staying + num_waiting
     return MemoryPart("weights", held, total, read, written), left - (staying - least)
@@ -156,11 +155,6 @@ def _states_on_disk(residency: Residency, setup: Setup, floor: Floor, left: int)
     written = whole + states.whole // NUM_STATES if residency.durable else whole - staying
     disk, held = residency.disk_bytes(states.whole), min(in_passing + staying, states.whole)
     return MemoryPart(name, held, disk, whole - staying, written)
-
-
-def names_of(unit: Unit) -> set[str]:
-    """The names of the parameters in a unit."""
-    return {name for layout in unit.layouts for name in layout.names}
 
 
 def efficiency(intensity: float, disk_rate: float, flops: float) -> float:

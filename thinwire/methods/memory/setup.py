@@ -13,6 +13,7 @@ from torch import nn
 from thinwire.calibration.process import USUAL, ProcessMemory
 from thinwire.collectives import Topology
 from thinwire.layout.buckets import Unit
+from thinwire.layout.layers import names_by_layer
 from thinwire.methods.interface import Cuts, MethodPlan
 from thinwire.methods.memory.residency import FP32_BYTES
 from thinwire.methods.sharded import ShardedMethod
@@ -20,6 +21,8 @@ from thinwire.methods.sums import ParamGroups, parts_of
 from thinwire.optim import Part, SummingOptimizer
 from thinwire.tiers.pool import BLOCK_BYTES, aligned
 
+# Buckets of fewer elements stay in memory.
+SMALL_NUMEL = 100_000
 # Master, and AdamW's two moments.
 NUM_STATES = 3
 # Of a piece: its master and at most so many kinds of state begin with a block.
@@ -102,6 +105,11 @@ def piece_bytes(optimizer: SummingOptimizer, numel: int, part: Part | None) -> i
     return aligned(FP32_BYTES * numbers_of(optimizer, numel, part)) + MOST_TENSORS * BLOCK_BYTES
 
 
+def names_of(unit: Unit) -> set[str]:
+    """The names of the parameters in a unit."""
+    return {name for layout in unit.layouts for name in layout.names}
+
+
 @dataclass(frozen=True)
 class Setup:
     """What a rank trains, of which only shapes are used.
@@ -163,6 +171,14 @@ class Setup:
     def largest_bytes(self) -> int:
         """Bytes of the largest bucket."""
         return max((FP32_BYTES * unit.numel for unit in self.units), default=0)
+
+    @cached_property
+    def layer_bytes(self) -> list[int]:
+        """Bytes of the large buckets of each layer."""
+        large = [unit for unit in self.units if unit.numel >= SMALL_NUMEL]
+        return [
+            sum(FP32_BYTES * unit.numel for unit in large if names_of(unit) & own) for own in names_by_layer(self.model)
+        ]
 
     @cached_property
     def model_bytes(self) -> int:

@@ -67,6 +67,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--steps", "ten"], "--steps ten: must be a whole number, such as 1000"),
         (["--lr=fast"], "--lr fast: must be a number, such as 0.0003"),
         (["--dtype", "bf61"], "--dtype bf61: must be one of auto, bf16, fp32; did you mean 'bf16'"),
+        (["--dtype", "half"], "--dtype half: must be one of auto, bf16, fp32$"),
         (["--powersgd.rank", "4.5"], "--powersgd.rank 4.5: must be a whole number"),
         (["--seed"], "--seed: needs a value, a whole number, such as"),
         (["--seed", "one", "--sed", "1"], "(?s)2 problems.*--sed; did you mean '--seed'.*--seed one: must be"),

@@ -95,10 +95,16 @@ class CorruptMessageError(ThinwireError, RuntimeError):
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Tail of an error message: `; did you mean 'x'?` or the list of valid names."""
     known = sorted(choices)
+    return similar(name, known) or f"; choose one of {', '.join(known)}"
+
+
+def similar(name: str, choices: Iterable[str]) -> str:
+    """Tail of an error message that lists the valid names already: `; did you mean 'x'?`, or empty."""
+    known = sorted(choices)
     # A prefix is a better guess than a similar spelling: sdp4 means sdp4bit, not fsdp.
     begun = sorted((choice for choice in known if name and choice.startswith(name)), key=len)
     close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; choose one of {', '.join(known)}"
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def counted(number: int, noun: str) -> str:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from thinwire.errors import Problems, nearest, type_name
+from thinwire.errors import Problems, nearest, similar, type_name
 
 # The value of a flag that was not stated.
 UNSET: Any = ...
@@ -376,7 +376,7 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
         except ValueError:
             pass
         is_choice = get_origin(option.hint) is Literal
-        close = nearest(words[0], map(str, get_args(option.hint))) if is_choice else such_as
+        close = similar(words[0], map(str, get_args(option.hint))) if is_choice else such_as
         if option.hint in (float, float | None) and (short := re.fullmatch(r"([\d.]+)([kmbt])", words[0].lower())):
             close = f"; nearest: {short[1]}e{3 * 'kmbt'.index(short[2]) + 3}"
         wrong.append(f"{name} {' '.join(words)}: must be {kind}{close}")

@@ -72,13 +72,15 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--seed"], "--seed: needs a value, a whole number, such as"),
         (["--seed", "one", "--sed", "1"], "(?s)2 problems.*--sed; did you mean '--seed'.*--seed one: must be"),
         (["one.toml", "two.toml"], r"(?s)2 problems.*unexpected 'two.toml'.*one.toml does not exist"),
-        (["--run-dir", "/dev/null/run"], "/dev/null is a file, not a folder"),
+        (["--run-dir", "/dev/null/run"], "/dev/null is a file, not a folder; nearest: run$"),
+        (["--run-dir", "/proc/run"], "no folder can be made in /proc: .*; nearest: run$"),
+        (["--run-dir", "r" * 300], "no folder can be made in .*name too long"),
     ],
 )
 def test_bad_flags(tmp_path: Path, text: Path, flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(tmp_path, text, *flags)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists() and not Path("run").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from thinwire.compare.options import RaceConfig
-from thinwire.errors import ConfigError, unusable_folder
+from thinwire.errors import ConfigError, near_folder, unusable_folder
 
 # Steps after each start that are not timed, while caches fill, buffers are made and connections open.
 WARM_UP_STEPS = 2
@@ -80,7 +80,7 @@ def folder_errors(race: RaceConfig) -> Iterator[str]:
     if not race.out.strip():
         yield "--out is empty: give a folder, such as runs/compare"
     elif why := unusable_folder(out):
-        yield f"--out {out}: {why}"
+        yield f"--out {out}: {why}{near_folder(out)}"
     elif (out / "compare.json").exists():
         if not (race.resume or race.overwrite):
             yield (

@@ -275,6 +275,9 @@ def test_few_steps_make_fewer_rounds_which_is_said(steps: int, rounds: int) -> N
 
 
 def test_too_few_steps_are_told_the_flags_that_would_do() -> None:
+    assert [*range_errors(RaceConfig(timeout=1e300), 24)] == [
+        "--timeout 1e+300: must be at most 31,536,000; nearest: 31536000"
+    ]
     (few,) = range_errors(RaceConfig(rounds=3), 8)
     assert few.endswith("nearest: --rounds 2, or -- --steps 9")
     (none,) = range_errors(RaceConfig(), 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from thinwire.compare.options import RaceConfig
 from thinwire.errors import ConfigError, near_folder, unusable_folder
+from thinwire.run.config import number_errors
 
 # Steps after each start that are not timed, while caches fill, buffers are made and connections open.
 WARM_UP_STEPS = 2
@@ -68,8 +69,7 @@ def range_errors(race: RaceConfig, num_steps: int) -> Iterator[str]:
     if race.smooth is not None and num_steps >= 1 and not 1 <= race.smooth <= num_steps:
         nearest = min(max(race.smooth, 1), num_steps)
         yield f"--smooth {race.smooth}: must be from 1 to the number of steps, {num_steps}; nearest: {nearest}"
-    if not (math.isfinite(race.timeout) and race.timeout > 0):
-        yield f"--timeout {race.timeout}: must be above 0"
+    yield from number_errors(race)
 
 
 def folder_errors(race: RaceConfig) -> Iterator[str]:

@@ -20,7 +20,6 @@ from thinwire.methods.interface import Method
 from thinwire.methods.memory import (
     Floor,
     MemoryPart,
-    Residency,
     Setup,
     check_across,
     check_outer,

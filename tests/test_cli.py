@@ -89,7 +89,7 @@ def test_bad_flags(tmp_path: Path, text: Path, flags: list[str], message: str) -
         (None, r"no such file or folder; did you mean '.*text\.txt'"),
         (b"", "is empty"),
         (b"\0\1\2" * 100, "is a binary file"),
-        (b"short", "shorter than one sequence"),
+        (b"short", "has 6 tokens, and --seq-len 16 needs at least 34: .*; nearest: --seq-len 2, or more text"),
     ],
 )
 def test_bad_data(tmp_path: Path, text: Path, content: bytes | None, message: str) -> None:

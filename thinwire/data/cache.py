@@ -58,7 +58,7 @@ class TokenFile:
             near = f"--seq-len {longest}, or more text" if longest > 0 else "more text, or --data stdlib"
             raise ConfigError(
                 f"data {self.source!r}: has {counted(num_tokens, 'token')}, and --seq-len {seq_len} needs at least "
-                f"{2 * (seq_len + 1)}: one sequence to train on and one held out, of {seq_len + 1} each; nearest: {near}"
+                f"{2 * (seq_len + 1)}: a sequence to train on and one held out, of {seq_len + 1} each; nearest: {near}"
             )
         return self.tokens[:-num_heldout], self.tokens[-num_heldout:]
 

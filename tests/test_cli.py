@@ -323,6 +323,29 @@ def test_a_process_without_torch_tells_the_same(tmp_path: Path, flags: str, told
     assert all(part in done.stderr for part in told) and "Traceback" not in done.stderr and not done.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "explain --nodess 3 --nodes 0 --rate fast --strategy sdp4",
+            ["'--nodes'", "--nodes 0: must be from 1", "rate 'fast'", "'sdp4bit'"],
+        ),
+        ("plan --model tinny --outt x", ["'--out'", "machine.json: No such file", "did you mean 'tiny'"]),
+        ("tune --outt x", ["'--out'", "machine.json: No such file"]),
+        ("calibrate --workerss 2 --timeout 1e300", ["'--workers'", "--timeout 1e+300: must be at most"]),
+        ("compare --timeoutt 3 --out test.txt", ["'--timeout'", "test.txt is a file"]),
+    ],
+)
+def test_a_misspelt_flag_is_refused_before_torch_is_loaded(tmp_path: Path, words: str, told: list[str]) -> None:
+    (tmp_path / "test.txt").touch()
+    code = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); import thinwire.cli as c; c.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    assert done.stderr.startswith(f"thinwire: {len(told)} problems") and all(part in done.stderr for part in told)
+
+
 def test_a_flag_that_stands_twice_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     problems = Problems()
     args = ["--steps", "3", "--inject", "a", "--inject", "b", "--steps=4", "--data", "x"]

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from itertools import chain, pairwise
@@ -351,6 +351,12 @@ class CommandLine:
 Reader = Callable[[Option, str], PrimitiveConstructorSpec]
 # The values that a command line states, by table and name.
 Stated = dict[str, dict[str, Any]]
+
+
+def is_plain(stated: Stated, names: Collection[str]) -> bool:
+    """Whether torch is not loaded yet, and nothing is stated but `names`, which are checked without it."""
+    tables = any(values for table, values in stated.items() if table)
+    return "torch" not in sys.modules and not tables and stated[""].keys() <= set(names)
 
 
 def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) -> PrimitiveConstructorSpec:

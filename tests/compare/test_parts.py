@@ -14,7 +14,7 @@ import pytest
 
 from thinwire import cli
 from thinwire.compare import Figures, RaceConfig, RaceRow
-from thinwire.compare.checks import WARM_UP_STEPS, range_errors, rounds_of
+from thinwire.compare.checks import WARM_UP_STEPS, range_errors, read_race, rounds_of
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.leg import StopWish
 from thinwire.compare.measure import (
@@ -30,7 +30,6 @@ from thinwire.compare.measure import (
     times_of,
     weights_share,
 )
-from thinwire.compare.options import read_race
 from thinwire.compare.plan import exchanges_timed, make_plan, recorded_rate, rows_of, timed_steps_of
 from thinwire.compare.record import Leg, RaceRecord, SeedEntry, delete_race, load_record
 from thinwire.compare.table import Board

@@ -101,6 +101,8 @@ def test_commands_are_understood(block: Block) -> None:
             assert all(map(Codec.parse, words[2:]))
         elif words[:2] == ["thinwire", "completion"]:
             assert words[2] in SHELLS and words[3:4] == [">"]
+        elif words[:2] == ["thinwire", "report"]:
+            assert len(words) == 3
         elif words[:2] == ["thinwire", "checkpoints"]:
             assert words[3:] in ([], ["--verify"])
         elif "train" in words:

@@ -67,17 +67,20 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--steps", "ten"], "--steps ten: must be a whole number, such as 1000"),
         (["--lr=fast"], "--lr fast: must be a number, such as 0.0003"),
         (["--dtype", "bf61"], "--dtype bf61: must be one of auto, bf16, fp32; did you mean 'bf16'"),
+        (["--dtype", "half"], "--dtype half: must be one of auto, bf16, fp32$"),
         (["--powersgd.rank", "4.5"], "--powersgd.rank 4.5: must be a whole number"),
         (["--seed"], "--seed: needs a value, a whole number, such as"),
         (["--seed", "one", "--sed", "1"], "(?s)2 problems.*--sed; did you mean '--seed'.*--seed one: must be"),
         (["one.toml", "two.toml"], r"(?s)2 problems.*unexpected 'two.toml'.*one.toml does not exist"),
-        (["--run-dir", "/dev/null/run"], "/dev/null is a file, not a folder"),
+        (["--run-dir", "/dev/null/run"], "/dev/null is a file, not a folder; nearest: run$"),
+        (["--run-dir", "/proc/run"], "no folder can be made in /proc: .*; nearest: run$"),
+        (["--run-dir", "r" * 300], "no folder can be made in .*name too long"),
     ],
 )
 def test_bad_flags(tmp_path: Path, text: Path, flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(tmp_path, text, *flags)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists() and not Path("run").exists()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ def test_bad_flags(tmp_path: Path, text: Path, flags: list[str], message: str) -
         (None, r"no such file or folder; did you mean '.*text\.txt'"),
         (b"", "is empty"),
         (b"\0\1\2" * 100, "is a binary file"),
-        (b"short", "shorter than one sequence"),
+        (b"short", "has 6 tokens, and --seq-len 16 needs at least 34: .*; nearest: --seq-len 2, or more text"),
     ],
 )
 def test_bad_data(tmp_path: Path, text: Path, content: bytes | None, message: str) -> None:
@@ -318,6 +321,29 @@ def test_a_process_without_torch_tells_the_same(tmp_path: Path, flags: str, told
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert all(part in done.stderr for part in told) and "Traceback" not in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "explain --nodess 3 --nodes 0 --rate fast --strategy sdp4",
+            ["'--nodes'", "--nodes 0: must be from 1", "rate 'fast'", "'sdp4bit'"],
+        ),
+        ("plan --model tinny --outt x", ["'--out'", "machine.json: No such file", "did you mean 'tiny'"]),
+        ("tune --outt x", ["'--out'", "machine.json: No such file"]),
+        ("calibrate --workerss 2 --timeout 1e300", ["'--workers'", "--timeout 1e+300: must be at most"]),
+        ("compare --timeoutt 3 --out test.txt", ["'--timeout'", "test.txt is a file"]),
+    ],
+)
+def test_a_misspelt_flag_is_refused_before_torch_is_loaded(tmp_path: Path, words: str, told: list[str]) -> None:
+    (tmp_path / "test.txt").touch()
+    code = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); import thinwire.cli as c; c.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    assert done.stderr.startswith(f"thinwire: {len(told)} problems") and all(part in done.stderr for part in told)
 
 
 def test_a_flag_that_stands_twice_is_told(capsys: pytest.CaptureFixture[str]) -> None:

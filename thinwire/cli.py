@@ -46,6 +46,10 @@ COMMANDS: dict[str, Command] = {
         "List what a run has saved, or verify it.",
         "thinwire.listings:run_checkpoints", "thinwire.listings:checkpoints_line",
     ),
+    "report": Command(
+        "Write the report.html of a run that was killed before it could, from the steps that it has recorded.",
+        "thinwire.listings:run_report", "thinwire.listings:report_line",
+    ),
     "compare": Command(
         "Race strategies against each other in one emulated slow network.",
         "thinwire.compare.command:run_compare", "thinwire.compare.options:command_line",

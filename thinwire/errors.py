@@ -6,8 +6,9 @@ import difflib
 import functools
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -95,10 +96,16 @@ class CorruptMessageError(ThinwireError, RuntimeError):
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Tail of an error message: `; did you mean 'x'?` or the list of valid names."""
     known = sorted(choices)
+    return similar(name, known) or f"; choose one of {', '.join(known)}"
+
+
+def similar(name: str, choices: Iterable[str]) -> str:
+    """Tail of an error message that lists the valid names already: `; did you mean 'x'?`, or empty."""
+    known = sorted(choices)
     # A prefix is a better guess than a similar spelling: sdp4 means sdp4bit, not fsdp.
     begun = sorted((choice for choice in known if name and choice.startswith(name)), key=len)
     close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; choose one of {', '.join(known)}"
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def counted(number: int, noun: str) -> str:
@@ -114,12 +121,28 @@ def first_few(names: Sequence[str], limit: int = 5) -> str:
 
 def unusable_folder(folder: Path) -> str:
     """Why nothing can be written below this folder, which need not exist yet; empty if it can."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        return f"{existing} is a file, not a folder"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} is not writable by this user; choose another folder"
-    return ""
+    path, *above = (folder.absolute(), *folder.absolute().parents)
+    try:
+        while not path.exists():
+            missing, path = path, above.pop(0)
+            if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
+                # The kernel's own file systems let not even root do that.
+                missing.mkdir(exist_ok=True)
+                with suppress(OSError):
+                    missing.rmdir()
+                return ""
+    except OSError as error:
+        return f"no folder can be made in {path}: {error.strerror}"
+    if not path.is_dir():
+        return f"{path} is a file, not a folder"
+    return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} is not writable by this user"
+
+
+def near_folder(folder: Path) -> str:
+    """Tail of an error message about a folder that can't be used: one of the same name that can."""
+    places = (parent / folder.name for parent in (Path(), Path(tempfile.gettempdir())))
+    usable = next((place for place in places if not unusable_folder(place)), None)
+    return f"; nearest: {usable}" if usable else "; choose another folder"
 
 
 def type_name(hint: Any) -> str:

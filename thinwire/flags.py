@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from itertools import chain, pairwise
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from thinwire.errors import Problems, nearest, type_name
+from thinwire.errors import Problems, nearest, similar, type_name
 
 # The value of a flag that was not stated.
 UNSET: Any = ...
@@ -353,6 +353,12 @@ Reader = Callable[[Option, str], PrimitiveConstructorSpec]
 Stated = dict[str, dict[str, Any]]
 
 
+def is_plain(stated: Stated, names: Collection[str]) -> bool:
+    """Whether torch is not loaded yet, and nothing is stated but `names`, which are checked without it."""
+    tables = any(values for table, values in stated.items() if table)
+    return "torch" not in sys.modules and not tables and stated[""].keys() <= set(names)
+
+
 def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) -> PrimitiveConstructorSpec:
     """How tyro reads the option, except that an unreadable value becomes a message. is_lenient: see `_parse`."""
     own, kind = option.spec, type_name(option.hint)
@@ -376,7 +382,7 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
         except ValueError:
             pass
         is_choice = get_origin(option.hint) is Literal
-        close = nearest(words[0], map(str, get_args(option.hint))) if is_choice else such_as
+        close = similar(words[0], map(str, get_args(option.hint))) if is_choice else such_as
         if option.hint in (float, float | None) and (short := re.fullmatch(r"([\d.]+)([kmbt])", words[0].lower())):
             close = f"; nearest: {short[1]}e{3 * 'kmbt'.index(short[2]) + 3}"
         wrong.append(f"{name} {' '.join(words)}: must be {kind}{close}")

@@ -18,6 +18,7 @@ from thinwire.launch import calibrate
         ("--join foo:99999 --nodes 2", "--join foo:99999: must be HOST:PORT"),
         ("--timeout 0", "--timeout 0.0: must be above 0"),
         ("--timeout -1", "--timeout -1.0: must be above 0"),
+        ("--timeout 1e300", "--timeout 1e\\+300: must be at most 31,536,000; nearest: 31536000"),
         ("--timeout nan", "--timeout nan: must be finite"),
         ("--workers 0", "--workers 0: must be at least 1; nearest: 1"),
         ("--nodes 2", "--nodes 2 needs --join HOST:PORT"),

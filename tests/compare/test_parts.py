@@ -14,7 +14,7 @@ import pytest
 
 from thinwire import cli
 from thinwire.compare import Figures, RaceConfig, RaceRow
-from thinwire.compare.checks import WARM_UP_STEPS, range_errors, rounds_of
+from thinwire.compare.checks import WARM_UP_STEPS, range_errors, read_race, rounds_of
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.leg import StopWish
 from thinwire.compare.measure import (
@@ -30,7 +30,6 @@ from thinwire.compare.measure import (
     times_of,
     weights_share,
 )
-from thinwire.compare.options import read_race
 from thinwire.compare.plan import exchanges_timed, make_plan, recorded_rate, rows_of, timed_steps_of
 from thinwire.compare.record import Leg, RaceRecord, SeedEntry, delete_race, load_record
 from thinwire.compare.table import Board
@@ -275,6 +274,9 @@ def test_few_steps_make_fewer_rounds_which_is_said(steps: int, rounds: int) -> N
 
 
 def test_too_few_steps_are_told_the_flags_that_would_do() -> None:
+    assert [*range_errors(RaceConfig(timeout=1e300), 24)] == [
+        "--timeout 1e+300: must be at most 31,536,000; nearest: 31536000"
+    ]
     (few,) = range_errors(RaceConfig(rounds=3), 8)
     assert few.endswith("nearest: --rounds 2, or -- --steps 9")
     (none,) = range_errors(RaceConfig(), 2)

@@ -168,8 +168,11 @@ def test_data_shorter_than_its_sequences_is_refused(num_tokens: int, fits: bool)
     if fits:
         token_file(num_tokens).split(seq_len=8)
         return
-    with pytest.raises(ConfigError, match=f"its {num_tokens} tokens are shorter than one sequence"):
+    near = "--seq-len 7, or more text" if num_tokens == 17 else "more text, or --data stdlib"
+    with pytest.raises(ConfigError, match=f"has {num_tokens} tokens, and --seq-len 8 needs at least 18: .*: {near}$"):
         token_file(num_tokens).split(seq_len=8)
+    if num_tokens == 17:
+        token_file(num_tokens).split(seq_len=7)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0])

@@ -20,8 +20,8 @@ from tests.workers import HANG_S, Command, run_program
 from thinwire.codecs import Codec
 from thinwire.codecs.table import all_rows
 from thinwire.compare import RaceConfig
+from thinwire.compare.checks import read_race
 from thinwire.compare.contestants import read_contestants
-from thinwire.compare.options import read_race
 from thinwire.compare.plan import shared_config
 from thinwire.completion import SHELLS
 from thinwire.convert import ExportConfig, GenerateConfig, ImportConfig
@@ -44,7 +44,8 @@ from thinwire.methods.pipeline import Pipeline
 from thinwire.methods.sequence import SequenceParallel
 from thinwire.planner.explain import explain
 from thinwire.planner.options import ExplainConfig, read_explain
-from thinwire.planner.plan_options import PlanConfig, TuneConfig, read_bytes, read_plan_line, read_tune_line
+from thinwire.planner.plan_line import read_plan_line, read_tune_line
+from thinwire.planner.plan_options import PlanConfig, TuneConfig, read_bytes
 from thinwire.pruning.options import PruneConfig, read as read_prune
 from thinwire.registry import STRATEGIES, class_of
 from thinwire.report.metrics import MembershipEvent, StepMetrics, WayEvent
@@ -100,6 +101,8 @@ def test_commands_are_understood(block: Block) -> None:
             assert all(map(Codec.parse, words[2:]))
         elif words[:2] == ["thinwire", "completion"]:
             assert words[2] in SHELLS and words[3:4] == [">"]
+        elif words[:2] == ["thinwire", "report"]:
+            assert len(words) == 3
         elif words[:2] == ["thinwire", "checkpoints"]:
             assert words[3:] in ([], ["--verify"])
         elif "train" in words:

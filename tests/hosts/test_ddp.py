@@ -108,6 +108,17 @@ def mistakes(rank: int, world_size: int) -> dict[str, str]:
     found: dict[str, str] = {}
 
     replica = Replica("ddp", rank, world_size, seed=0)
+    with pytest.raises(ConfigError) as early:
+        replica.optimizer.step()
+    found["early"] = str(early.value)
+
+    with replica.optimizer.no_sync():
+        replica.wrapped(batch(0), True).backward()
+    with pytest.raises(ConfigError) as unsent:
+        replica.optimizer.step()
+    found["unsent"] = str(unsent.value)
+
+    replica = Replica("ddp", rank, world_size, seed=0)
     replica.wrapped(batch(0), False).backward()
     with pytest.raises(ConfigError) as unused:
         replica.optimizer.step()
@@ -136,6 +147,8 @@ def mistakes(rank: int, world_size: int) -> dict[str, str]:
 
 def test_mistakes_are_refused_with_the_way_out() -> None:
     for found in run_workers(mistakes, 2):
+        assert found["early"].startswith("no backward has run")
+        assert found["unsent"].startswith("no backward that sends") and "optimizer.no_sync()" in found["unsent"]
         assert "'side.weight'" in found["unused"] and "find_unused_parameters" in found["unused"]
         assert "optimizer.no_sync()" in found["twice"]
         assert "is not in the optimizer" in found["missing"]

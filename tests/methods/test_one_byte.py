@@ -158,6 +158,18 @@ def test_both_sides_see_the_same_dropout(on_gpu: bool, monkeypatch: pytest.Monke
     assert hash_of(model) == before and optimizer.skipped_steps == 1 and optimizer.log.entries[0].factor == 0.0
 
 
+def test_a_skipped_step_says_what_was_not_measured(caplog: pytest.LogCaptureFixture) -> None:
+    model = Weights(4)
+    optimizer = forward_only(model, descent(model), OneByte(samples=2), announce=False)
+    model.whole().sum().backward()
+    optimizer.step()
+    assert "rank 0 measured nothing in this step: `loss = optimizer.measure(" in caplog.text
+    caplog.clear()
+    optimizer.measure(lambda: torch.tensor(math.nan)).backward()
+    optimizer.step()
+    assert "the loss is not finite, or the same on both sides" in caplog.text and "measured nothing" not in caplog.text
+
+
 def steep(model: Weights) -> Tensor:
     return 30 * model.whole().double().sum()
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from thinwire.errors import ConfigError
 from thinwire.models import PRESETS, Llama, LlamaConfig, generate
+from thinwire.models.llama import next_token_loss
 
 TINY = replace(PRESETS["tiny"], max_position_embeddings=32)
 
@@ -41,6 +42,8 @@ def test_loss_is_the_mean_cross_entropy_in_fp32() -> None:
     assert autocast_loss.dtype == torch.float32
     assert Llama(TINY).bfloat16()(tokens, targets).dtype == torch.float32
     assert autocast_loss.item() == pytest.approx(expected.item(), abs=2e-2)
+    wide = next_token_loss(model(tokens).double(), targets)
+    assert wide.dtype == torch.float64 and wide.item() == pytest.approx(expected.item(), abs=1e-12)
     assert model(tokens, targets).item() == pytest.approx(expected.item(), abs=1e-5)
 
 

@@ -276,6 +276,16 @@ def test_a_second_trace_has_the_same_names() -> None:
     own.close()
 
 
+def test_an_input_is_a_tensor_to_a_forward_that_asks() -> None:
+    """Of what it is given instead, the graph would have another branch."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        asked = isinstance(x, Tensor), torch.is_tensor(x), isinstance(x, (nn.Parameter, dict))
+        return x * 2 if asked == (True, True, False) else self.layer(x)
+
+    assert [node.name for node in trace(Inner(forward), (X,)).nodes] == ["mul"]
+
+
 def test_shapes_of_weights_are_numbers() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         assert self.layer.weight.dtype == torch.float32 and self.count.ndim == self.count.dim() == 0

@@ -77,7 +77,8 @@ REFUSED = {
     "--memory 2gigs": "did you mean",
     "--store none --activations offload": "needs one: --activations offload; nearest: a folder, or leave --store out",
     "--store /dev/shm/x": "lies on tmpfs, which is memory and not a disk",
-    "--activations keep --slices 2": "nearest: --residency.activations recompute",
+    "--activations keep --slices 2": "--slices 2: with activations keep a layer keeps those of all slices; nearest: "
+    "--activations recompute",
     "--slices 2 --documents": "--slices with --documents",
     "--documents --stages 2": "they pass tokens and targets on",
     "--stages 3": "must divide the 4 ranks",

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.planner.machines import FAST, RATES, machine, planned, priced_of
+from tests.planner.machines import FAST, RATES, machine, planned, priced_of, small
 from thinwire.errors import ConfigError
 from thinwire.planner.candidates import candidates
 from thinwire.planner.memory import Offset
 from thinwire.planner.plan import least_bytes, plan
+from thinwire.planner.prices import price_one
 from thinwire.planner.training_plan import TrainingPlan
 
 pytestmark = pytest.mark.usefixtures("few")
@@ -114,6 +115,16 @@ def test_a_part_lies_on_a_disk_only_where_nothing_fits_in_memory() -> None:
     told = r"^memory of 100 MB .*; the least is 191 MB; nearest: 191mb, or less with a part on a disk: the disk was not"
     with pytest.raises(ConfigError, match=told + r" measured; nearest: thinwire calibrate --disk FOLDER$"):
         planned(machine(FAST), strategies=("zero",), memory_bytes=100e6, stages=1)
+
+
+def test_the_place_of_activations_is_that_of_a_run_on_this_disk() -> None:
+    """A slow disk is worth less than computing layers again, which moves nothing under this budget."""
+    took: list[float] = []
+    for rate in (1e12, 1e6):
+        found = small(replace(machine(FAST, num_ranks=2), disk=(rate, rate)), strategies=("zero",), stages=1, axes=())
+        way = found.search.fastest[0]
+        took.append(price_one(found.pricing, replace(way.candidate, memory="660mb")).step_s / way.step_s)
+    assert took[0] == pytest.approx(1.0, abs=1e-4) and 1.2 < took[1] < 4 / 3 + 1e-6
 
 
 def test_the_least_memory_is_searched_within_bounds() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from thinwire.errors import ConfigError
+from thinwire.listings import run_report
 from thinwire.report import write_report
 from thinwire.report.charts import bins_of, loss_figure, running_mean, thin_out, time_figure
 from thinwire.report.run import read_run
@@ -197,7 +199,7 @@ def test_a_pipeline_shows_what_was_predicted_over_what_was_measured(tmp_path: Pa
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_a_young_run(tmp_path: Path, num_steps: int) -> None:
     page = write_report(write_run(tmp_path, [row(step + 1) for step in range(num_steps)])).read_text()
-    assert "There is no summary" in page
+    assert "broken off after step" in page
     assert ("No step has finished" in page) == (num_steps == 0)
     assert len(pictures(page)) == (5 if num_steps else 0)
 
@@ -210,6 +212,26 @@ def test_a_killed_run_with_a_torn_last_line_and_cut_summary(tmp_path: Path) -> N
     run = read_run(tmp_path)
     assert [values["step"] for values in run.steps] == [1, 2] and run.summary == {}
     write_report(tmp_path)
+
+
+def test_a_killed_run_has_a_report_of_each_island_that_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One island was killed before it could say anything, the other after it had gone on behind an earlier end."""
+    (tmp_path / "island-1").mkdir()
+    write_run(tmp_path, [row(1), row(2)])
+    other = write_run(tmp_path / "island-1", [row(1), row(2), row(3)], {**SUMMARY, "steps": 2})
+    assert run_report([str(tmp_path)]) == 0
+    assert "island-1 has ended; report: " in capsys.readouterr().out
+    os.utime(other / "summary.json", (0, 0))
+    assert run_report([str(tmp_path)]) == 0
+    first, second, way = capsys.readouterr().out.splitlines()
+    assert first == f"{tmp_path} was broken off after step 2, or goes on; report: {tmp_path / 'report.html'}"
+    assert second.startswith(f"{other} was broken off after step 3, or goes on; report: ")
+    assert way == "no checkpoint is saved, so start anew"
+    assert all("broken off after step" in (path / "report.html").read_text() for path in (tmp_path, other))
+    with pytest.raises(ConfigError, match="holds no run"):
+        run_report([str(tmp_path / "none")])
 
 
 def test_losses_that_are_not_finite_are_said(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_derived_numbers_are_a_fixed_point() -> None:
         ({"lr": float("nan")}, "--lr nan: must be finite"),
         ({"seq_len": -1}, "--seq-len -1"),
         ({"timeout": 0.0}, "--timeout 0.0"),
+        ({"timeout": 1e300}, "--timeout 1e+300: must be at most 31,536,000; nearest: 31536000"),
         ({"nodes": 2}, "needs --join"),
         ({"nodes": 2, "node": 2, "join": "a:1"}, "--node 2: nodes are numbered 0 to 1"),
         ({"resume": True, "overwrite": True}, "contradict"),

@@ -171,6 +171,8 @@ def test_a_folder_in_memory_and_a_full_disk_are_refused(tmp_path: Path) -> None:
         pytest.skip("no tmpfs here")
     with pytest.raises(ConfigError, match="tmpfs, which is memory and not a disk"):
         check_folder(Path("/dev/shm/thinwire"), 1)
+    with pytest.raises(ConfigError, match=r"^store /proc/x: no folder can be made in /proc: .*; nearest: /"):
+        check_folder(Path("/proc/x"), 0)
     with pytest.raises(ConfigError, match="nearest: a folder on another disk"):
         check_folder(tmp_path, 10**16)
 

@@ -38,6 +38,7 @@ def chosen_with(rank: int, world_size: int, rates: list[float], lent: str) -> tu
             patch.setenv(LENT_RATE, lent)
         run = Run.of(config)
         found = soonest.chosen(run, Device(), "fp32", *resolved(run, build_skeleton("tiny", 256, 256)))
+    assert found.flops == 20e9
     return soonest.key_of(found.residency), [why for _, _, why in found.rows]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from thinwire.compare.options import RaceConfig
-from thinwire.errors import ConfigError, unusable_folder
+from thinwire.compare.options import RaceConfig, command_line, of_other_place
+from thinwire.errors import ConfigError, Problems, near_folder, unusable_folder
+from thinwire.flags import is_plain
+from thinwire.launch.line import read_config
+from thinwire.run.config import TrainConfig, number_errors
 
 # Steps after each start that are not timed, while caches fill, buffers are made and connections open.
 WARM_UP_STEPS = 2
@@ -16,6 +19,28 @@ DEFAULT_ROUNDS = 3
 DEFAULT_TIMED_STEPS = 10
 # A mean over whole periods counts each step of a period equally often.
 TIMED_EXCHANGES = 2
+
+# Options that are checked without torch, for which nobody who misspells a flag waits.
+PLAIN = ("timeout", "out", "bound", "resume", "overwrite")
+
+
+def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, TrainConfig]:
+    """Read the race and the training from the command line. Notes all errors.
+
+    Raises ConfigError for a CONFIG.toml that can't be read; SystemExit after --help.
+    """
+    own, train_args = list(args), []
+    if "--" in own:
+        cut = own.index("--")
+        own, train_args = own[:cut], own[cut + 1 :]
+    found = command_line().read(own, problems, elsewhere=of_other_place)
+    stated = found[""]
+    if problems.messages and not train_args and is_plain(found, PLAIN):
+        race = RaceConfig(**stated)
+        problems.messages += [*number_errors(race), *folder_errors(race)]
+        problems.raise_any()
+    config_file = stated.pop("config_file", None)
+    return RaceConfig(**stated), read_config([*filter(None, [config_file]), *train_args], problems)
 
 
 def read_seeds(text: str | None, default: int) -> tuple[int, ...]:
@@ -68,8 +93,7 @@ def range_errors(race: RaceConfig, num_steps: int) -> Iterator[str]:
     if race.smooth is not None and num_steps >= 1 and not 1 <= race.smooth <= num_steps:
         nearest = min(max(race.smooth, 1), num_steps)
         yield f"--smooth {race.smooth}: must be from 1 to the number of steps, {num_steps}; nearest: {nearest}"
-    if not (math.isfinite(race.timeout) and race.timeout > 0):
-        yield f"--timeout {race.timeout}: must be above 0"
+    yield from number_errors(race)
 
 
 def folder_errors(race: RaceConfig) -> Iterator[str]:
@@ -80,7 +104,7 @@ def folder_errors(race: RaceConfig) -> Iterator[str]:
     if not race.out.strip():
         yield "--out is empty: give a folder, such as runs/compare"
     elif why := unusable_folder(out):
-        yield f"--out {out}: {why}"
+        yield f"--out {out}: {why}{near_folder(out)}"
     elif (out / "compare.json").exists():
         if not (race.resume or race.overwrite):
             yield (

@@ -6,7 +6,7 @@ import shlex
 import signal
 from collections.abc import Sequence
 
-from thinwire.compare.options import read_race
+from thinwire.compare.checks import read_race
 from thinwire.errors import Problems, ThinwireError
 from thinwire.run.signals import StoppedError
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
-from thinwire.errors import Problems
 from thinwire.flags import CommandLine
-from thinwire.launch.line import command_line as of_training, read_config
-from thinwire.run.config import TrainConfig
+from thinwire.launch.line import command_line as of_training
 
 
 @dataclass(frozen=True)
@@ -66,17 +63,3 @@ def of_other_place(name: str) -> str:
     """Tail of an error message about a flag of the training."""
     is_of_training = of_training().knows(name)
     return ": it is one of `thinwire train`, whose flags follow after --" if is_of_training else ""
-
-
-def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, TrainConfig]:
-    """Read the race and the training from the command line. Notes all errors.
-
-    Raises ConfigError for a CONFIG.toml that can't be read; SystemExit after --help.
-    """
-    own, train_args = list(args), []
-    if "--" in own:
-        cut = own.index("--")
-        own, train_args = own[:cut], own[cut + 1 :]
-    stated = command_line().read(own, problems, elsewhere=of_other_place)[""]
-    config_file = stated.pop("config_file", None)
-    return RaceConfig(**stated), read_config([*filter(None, [config_file]), *train_args], problems)

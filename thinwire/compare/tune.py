@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from thinwire.compare.verify import check_outside, raced, with_fastest
 from thinwire.errors import ConfigError, Problems
-from thinwire.planner.plan_options import TuneConfig, read_tune_line
+from thinwire.planner.plan_line import read_tune_line
+from thinwire.planner.plan_options import TuneConfig
 
 if TYPE_CHECKING:
     from thinwire.planner.training_plan import TrainingPlan

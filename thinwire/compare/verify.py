@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError, Problems, ThinwireError
-from thinwire.planner.plan_options import PlanConfig, read_plan_line
+from thinwire.planner.plan_line import read_plan_line
+from thinwire.planner.plan_options import PlanConfig
 
 if TYPE_CHECKING:
     from thinwire.compare.contestants import Contestant

@@ -16,7 +16,7 @@ import numpy as np
 
 from thinwire.data.sources import TextSource, open_source
 from thinwire.data.tokenizers import Tokenizer
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, counted
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +55,10 @@ class TokenFile:
         num_heldout = max(round(num_tokens * heldout_fraction), seq_len + 1)
         if num_tokens - num_heldout < seq_len + 1:
             longest = num_tokens // 2 - 1
-            hint = f"the longest seq_len for it is {longest}" if longest > 0 else "it needs more text"
+            near = f"--seq-len {longest}, or more text" if longest > 0 else "more text, or --data stdlib"
             raise ConfigError(
-                f"data {self.source!r}: its {num_tokens} tokens are shorter than one sequence to train on and one "
-                f"held out, of seq_len + 1 = {seq_len + 1} tokens each; {hint}"
+                f"data {self.source!r}: has {counted(num_tokens, 'token')}, and --seq-len {seq_len} needs at least "
+                f"{2 * (seq_len + 1)}: a sequence to train on and one held out, of {seq_len + 1} each; nearest: {near}"
             )
         return self.tokens[:-num_heldout], self.tokens[-num_heldout:]
 

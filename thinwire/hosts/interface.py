@@ -38,6 +38,7 @@ class ParallelOptimizer:
 
     Attributes:
         steps: number of steps, taken or skipped.
+        skip_reason: why the last skipped step was skipped.
         comm: the ranks of the method's axis; all ranks if there is no other axis.
         ranks: these ranks, and all ranks of the mesh.
         param_groups: those of the user's optimizer; the learning rate is set there.
@@ -64,6 +65,7 @@ class ParallelOptimizer:
     comm: Communicator
     param_groups: list[dict[str, Any]]
     skipped_steps = 0
+    skip_reason = "a gradient is not finite"
     mean_loss = math.nan
     tiers: TierMeter | None = None
     journal: Journal | None = None
@@ -154,7 +156,7 @@ class ParallelOptimizer:
         """Count a step whose gradient is not finite."""
         self.skipped_steps += 1
         if self.comm.rank == 0:
-            log.warning("thinwire: step %d skipped on all ranks: a gradient is not finite", self.steps)
+            log.warning("thinwire: step %d skipped on all ranks: %s", self.steps, self.skip_reason)
 
     def zero_grad(self) -> None:
         """Clear the gradients."""

@@ -15,7 +15,7 @@ from thinwire.cost import Machine
 from thinwire.cost.graph import ROUND
 from thinwire.cost.machine import LAYER, LEAST_LAUNCH_S, MIXTURE, launch_of
 from thinwire.errors import Problems, ThinwireError, nearest
-from thinwire.flags import CommandLine
+from thinwire.flags import CommandLine, is_plain
 from thinwire.models.presets import NAMES as PRESETS
 
 # Of rates, by the first word of their kind.
@@ -24,6 +24,8 @@ LAUNCHES = tuple(launch_of(f"{layer} ").strip() for layer in (LAYER, MIXTURE))
 UNITS |= dict.fromkeys((*LAUNCHES, ROUND), "thousand/s")
 # Of products, as torch calls them.
 DTYPES = ("float32", "bfloat16")
+# Options that are checked without torch, for which nobody who misspells a flag waits.
+PLAIN = ("out", "models", "disk", "kernels", "workers", "nodes", "node", "timeout")
 # A probe has this long for its 20 repeats: nobody waits to train.
 PATIENT_S = 10.0
 
@@ -74,42 +76,55 @@ def calibrate_line() -> CommandLine:
 def run_calibrate(args: Sequence[str]) -> int:
     """Measure as one rank, or start the ranks of this machine. Raises ConfigError with all errors at once."""
     problems = Problems()
-    config = CalibrateConfig(**calibrate_line().read(args, problems)[""])
-    check(config, problems)
+    stated = calibrate_line().read(args, problems)
+    config = CalibrateConfig(**stated[""])
+    check_plain(config, problems)
+    if not is_plain(stated, PLAIN):
+        check(config, problems)
     problems.raise_any()
     return measure(config) if "RANK" in os.environ else start_ranks(config, args)
 
 
-def check(config: CalibrateConfig, problems: Problems) -> None:
-    """Note everything that can't work."""
-    from thinwire.calibration.machine import wrong_dtypes
-    from thinwire.codecs.grammar import read
-    from thinwire.collectives import Topology
-    from thinwire.device import choose
-    from thinwire.launch.machine import check_join
+def check_plain(config: CalibrateConfig, problems: Problems) -> None:
+    """Note what can't work, as far as that is known without torch."""
     from thinwire.planner.outputs import unwritable
-    from thinwire.run.config import node_errors, number_errors
 
-    problems.note(choose, config.device, int(os.environ.get("LOCAL_WORLD_SIZE", config.workers)))
-    wrong = [*number_errors(config), *node_errors(config.nodes, config.node, config.join)]
-    problems.messages += wrong
-    if "RANK" not in os.environ:
-        # Of a rank that torchrun has started, node 0 listens already.
-        problems.note(check_join, config.join, config.node)
-    if config.local_size is not None and not wrong:
-        world_size = int(os.environ.get("WORLD_SIZE", config.nodes * config.workers))
-        problems.note(Topology.stated, world_size, config.local_size)
+    problems.messages += wrong_ranks(config)
     if not config.models:
         problems.messages.append("--models is empty: name at least one; nearest: --models demo")
     for name in config.models:
         if name not in PRESETS:
             problems.messages.append(f"--models {name}: no such preset{nearest(name, PRESETS)}")
-    problems.messages += wrong_dtypes("--dtypes", config.dtypes)
-    for text in config.codecs:
-        problems.note(read, text)
     if config.disk is not None and not Path(config.disk).is_dir():
         problems.messages.append(f"--disk {config.disk}: no such folder; nearest: --disk .")
     problems.messages += unwritable("--out", Path(config.out), CalibrateConfig.out)
+
+
+def wrong_ranks(config: CalibrateConfig) -> list[str]:
+    """What is wrong with the numbers of machines and ranks, a message each."""
+    from thinwire.run.config import node_errors, number_errors
+
+    return [*number_errors(config), *node_errors(config.nodes, config.node, config.join)]
+
+
+def check(config: CalibrateConfig, problems: Problems) -> None:
+    """Note what else can't work."""
+    from thinwire.calibration.machine import wrong_dtypes
+    from thinwire.codecs.grammar import read
+    from thinwire.collectives import Topology
+    from thinwire.device import choose
+    from thinwire.launch.machine import check_join
+
+    problems.note(choose, config.device, int(os.environ.get("LOCAL_WORLD_SIZE", config.workers)))
+    if "RANK" not in os.environ:
+        # Of a rank that torchrun has started, node 0 listens already.
+        problems.note(check_join, config.join, config.node)
+    if config.local_size is not None and not wrong_ranks(config):
+        world_size = int(os.environ.get("WORLD_SIZE", config.nodes * config.workers))
+        problems.note(Topology.stated, world_size, config.local_size)
+    problems.messages += wrong_dtypes("--dtypes", config.dtypes)
+    for text in config.codecs:
+        problems.note(read, text)
 
 
 def start_ranks(config: CalibrateConfig, args: Sequence[str]) -> int:

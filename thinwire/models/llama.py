@@ -216,14 +216,15 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in fp32 (nats) of logits [batch, seq, vocab] against targets [batch, seq]; -100 is ignored.
+    """Mean cross-entropy (nats) of logits [batch, seq, vocab] against targets [batch, seq]; -100 is ignored.
 
-    If the head computes the loss itself, `logits` is that scalar, and it is returned. A mean over no tokens is 0, as a
-    rank may have no text in a step.
+    It is computed in fp32, or in fp64 if the logits are. If the head computes the loss itself, `logits` is that scalar,
+    and it is returned. A mean over no tokens is 0, as a rank may have no text in a step.
     """
     if logits.dim() == 0:
         return logits
-    total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / (targets != IGNORED).sum().clamp_min(1)
 
 

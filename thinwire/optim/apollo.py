@@ -16,7 +16,7 @@ from torch import Tensor
 from thinwire.codecs import Identity, derive_seed
 from thinwire.codecs.normals import normals
 from thinwire.codecs.random import named_seed
-from thinwire.errors import ConfigError, nearest
+from thinwire.errors import ConfigError, similar
 from thinwire.optim.parameterwise import check_adamw
 from thinwire.optim.sums import Part, PieceSpan, Record, Sum, SummingOptimizer, Update, codec_of_sums
 
@@ -127,7 +127,7 @@ class Apollo(SummingOptimizer):
             ("scale", scale, scale > 0, "above 0; nearest: 1"),
             ("period", period, period >= 1, "at least 1; the usual: 200"),
             ("limit", limit, limit is None or limit >= 1, "at least 1, or None; the usual: 1.01"),
-            ("channels", channels, channels in known, f"one of {' and '.join(known)}{nearest(channels, known)}"),
+            ("channels", channels, channels in known, f"one of {' and '.join(known)}{similar(channels, known)}"),
         )  # fmt: skip
         for param in (param for param in group["params"] if rank is not None and param in self._names):
             depth = Projection.of(self._whole(param, group)).depth

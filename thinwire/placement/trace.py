@@ -188,10 +188,10 @@ def _traced(
     model: nn.Module, leaves: Collection[Leaf], signature: inspect.Signature, fixed: Mapping[str, Any],
     open_: Collection[str],
 ) -> Traced:  # fmt: skip
-    tracer = Tracer(leaves)
+    tracer, closed = Tracer(leaves), {name: value for name, value in fixed.items() if name not in open_}
     try:
         with _recorded_modes() as reads:
-            graph = tracer.traced(model, {name: value for name, value in fixed.items() if name not in open_})
+            graph = tracer.traced(model, closed, signature.parameters.keys() - fixed.keys())
     except Exception as error:
         raise ConfigError(tracer.fault or _untraceable(model, tracer.path, error)) from None
     traced = _collected(model, signature, fixed, open_, graph, reads)

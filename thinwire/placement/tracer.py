@@ -72,6 +72,18 @@ class _Weight(fx.Proxy):
         return (self[row] for row in range(len(self)))  # type: ignore[index]
 
 
+class _Input(fx.Proxy):
+    """A tensor that the forward is given."""
+
+    _is_param = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # A forward may ask by isinstance or torch.is_tensor. Other code of torch would go on to ask for values.
+        asks = str(sys._getframe(1).f_globals.get("__name__"))
+        return fx.Proxy if asks.startswith("torch.") else Tensor
+
+
 class Tracer(fx.Tracer):
     """Modules of torch.nn, and the stated ones, are one node each; so is a parameter or buffer, read at each call.
 
@@ -92,8 +104,12 @@ class Tracer(fx.Tracer):
         self.held: dict[str, Any] = {}
         self.fault: str | None = None
 
-    def traced(self, model: nn.Module, fixed: dict[str, Any]) -> fx.Graph:
-        """The graph of a model, which stays as it was. Raises ConfigError for what a graph would leave out."""
+    def traced(self, model: nn.Module, fixed: dict[str, Any], inputs: Collection[str]) -> fx.Graph:
+        """The graph of a model, which stays as it was. Raises ConfigError for what a graph would leave out.
+
+        fixed, inputs: arguments that are not tensors, with their values, and names of those that are.
+        """
+        self.inputs = inputs
         self.draws, self.hooks = Draws(), _compat.saved_tensors_hooks()
         self.tensors = [*model.named_parameters(), *model.named_buffers()]
         with kept(model) as attributes, torch.enable_grad(), _Eager(self):
@@ -138,8 +154,11 @@ class Tracer(fx.Tracer):
             )
         return parameter_proxy_cache[name]
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Input(node, self) if node.op == "placeholder" and node.target in self.inputs else super().proxy(node)
+
     def create_arg(self, a: Any) -> Any:
-        return a.node if isinstance(a, _Weight) else super().create_arg(a)
+        return a.node if isinstance(a, (_Weight, _Input)) else super().create_arg(a)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         self.check()

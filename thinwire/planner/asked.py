@@ -9,8 +9,7 @@ from thinwire.calibration import matrix_flops
 from thinwire.cost import Links
 from thinwire.data import load_tokenizer
 from thinwire.device import Device
-from thinwire.errors import ConfigError, Problems, nearest, nearest_divisor
-from thinwire.lab.spec import read_rate
+from thinwire.errors import ConfigError, nearest_divisor
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
 from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
@@ -20,7 +19,6 @@ from thinwire.planner.experts import with_splits
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.settings import make
 from thinwire.planner.stages import Grid
-from thinwire.registry import STRATEGIES
 from thinwire.report.units import short
 
 NUM_LAYERS, WIDTH = 32, 1024
@@ -42,29 +40,6 @@ def vocabulary_of(config: ExplainConfig, model: nn.Module) -> str:
         f"the vocabulary is the {model.config.vocab_size:,} tokens of --tokenizer {config.tokenizer}; with the "
         f"{own.vocab_size:,} of {config.model}: {short(sum(param.numel() for param in usual.parameters()))}"
     )
-
-
-def chosen(text: str, problems: Problems) -> list[str]:
-    """The names in `a,b`, or all of them. Notes unknown ones."""
-    names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
-    if not names:
-        problems.messages.append("--strategy is empty: name at least one, or all")
-    for name in names:
-        if name not in STRATEGIES and name != "all":
-            problems.messages.append(f"--strategy {name}: no such strategy{nearest(name, [*STRATEGIES, 'all'])}")
-    return list(STRATEGIES) if "all" in names else [name for name in names if name in STRATEGIES]
-
-
-def read(text: str | None, problems: Problems) -> float | None:
-    """Bits per second; None if not stated. Notes a rate that can't be read."""
-    if text is None:
-        return None
-    with problems.collect():
-        rate = read_rate(text)
-        if rate:
-            return rate
-        raise ConfigError(f"rate {text!r} must be above 0; nearest: '1mbit'")
-    return None
 
 
 def mesh_of(config: ExplainConfig) -> MeshShape:

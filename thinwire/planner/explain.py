@@ -15,17 +15,7 @@ from thinwire.methods.pipeline.inside import check_inside, why_not_inside
 from thinwire.models.seam import mixture_of
 from thinwire.models.tensor import cut_skeleton
 from thinwire.options import EXPERTS
-from thinwire.planner.asked import (
-    check_can_cut,
-    chosen,
-    grid_of,
-    links_of,
-    mesh_of,
-    model_of,
-    read,
-    strategy_of,
-    vocabulary_of,
-)
+from thinwire.planner.asked import check_can_cut, grid_of, links_of, mesh_of, model_of, strategy_of, vocabulary_of
 from thinwire.planner.experts import ExpertWay, choose_experts, side_by_side
 from thinwire.planner.explained_notes import (
     LaidOut,
@@ -37,7 +27,7 @@ from thinwire.planner.explained_notes import (
 )
 from thinwire.planner.mesh_plans import plan_on
 from thinwire.planner.optimizers import ADAMW, COUNTED, counted_by, why_not_by
-from thinwire.planner.options import AUTO, ExplainConfig, range_errors
+from thinwire.planner.options import AUTO, ExplainConfig, chosen, range_errors, read
 from thinwire.planner.residency import PLACED, Resident, where_all_lies
 from thinwire.planner.search import Search
 from thinwire.planner.stages import Grid, Stages

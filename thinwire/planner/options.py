@@ -9,9 +9,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from thinwire.errors import Problems
-from thinwire.flags import CommandLine, Stated, flag
+from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.flags import CommandLine, Stated, flag, is_plain
+from thinwire.lab.spec import read_rate
 from thinwire.layout.mesh import MeshShape
+from thinwire.models.presets import check_preset
+from thinwire.registry import STRATEGIES
 
 LIMITS = {
     "nodes": (1, 10**6), "local_size": (1, 10**4), "parameters": (1, 10**15), "seq_len": (1, 10**9),
@@ -19,6 +22,8 @@ LIMITS = {
     "gflops": (1e-3, 1e9), "memory_gb": (1e-3, 1e6),
 }  # fmt: skip
 MOST_STAGES = 10**4
+# Options that are checked without torch, for which nobody who misspells a flag waits.
+PLAIN = LIMITS.keys() - {"tensor"} | {"strategy", "model", "rate", "local_rate", "dtype", "loss"}
 AUTO = "auto"
 
 
@@ -118,20 +123,62 @@ def of_a_run(name: str) -> str:
 def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
     """Read the options from the command line. Notes all errors. Raises SystemExit after --help."""
     stated = command_line().read(args, problems, elsewhere=of_a_run)
+    plain = is_plain(stated, PLAIN)
     own = stated.pop("")
     stages, tensor = str(own.get("stages", "")), own.get("tensor")
     if "nodes" not in own and stages.isdecimal():
         # As many as the stages fill.
         ranks = int(stages) * (tensor if isinstance(tensor, int) else 1)
         own["nodes"] = max(ExplainConfig.nodes, -(-ranks // max(1, own.get("local_size", ExplainConfig.local_size))))
-    return ExplainConfig(**own, tables=tables_of(own.get("model", ExplainConfig.model), stated, problems))
+    config = ExplainConfig(**own, tables=tables_of(own.get("model", ExplainConfig.model), stated, problems))
+    if plain:
+        refuse_early(config, problems)
+    return config
+
+
+def refuse_early(config: ExplainConfig, problems: Problems) -> None:
+    """Raise ConfigError with all that is wrong, if nothing but PLAIN options is stated."""
+    found = Problems([*problems.messages, *range_errors(config)])
+    for rate in (config.rate, config.local_rate):
+        read(rate, found)
+    chosen(config.strategy, found)
+    found.note(check_preset, config.model)
+    # What is wrong with a folder is found later.
+    if not config.model.startswith("hf:"):
+        found.raise_any()
 
 
 def tables_of(model: str, stated: Stated, problems: Problems) -> Mapping[str, Mapping[str, Any]]:
     """The tables that are stated for a model. Notes a capacity that is stated twice."""
+    found = {name: values for name, values in stated.items() if values}
+    if not found:
+        return found
     from thinwire import options
 
-    return options.with_capacity(model, {name: values for name, values in stated.items() if values}, problems)
+    return options.with_capacity(model, found, problems)
+
+
+def chosen(text: str, problems: Problems) -> list[str]:
+    """The names in `a,b`, or all of them. Notes unknown ones."""
+    names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    if not names:
+        problems.messages.append("--strategy is empty: name at least one, or all")
+    for name in names:
+        if name not in STRATEGIES and name != "all":
+            problems.messages.append(f"--strategy {name}: no such strategy{nearest(name, [*STRATEGIES, 'all'])}")
+    return list(STRATEGIES) if "all" in names else [name for name in names if name in STRATEGIES]
+
+
+def read(text: str | None, problems: Problems) -> float | None:
+    """Bits per second; None if not stated. Notes a rate that can't be read."""
+    if text is None:
+        return None
+    with problems.collect():
+        rate = read_rate(text)
+        if rate:
+            return rate
+        raise ConfigError(f"rate {text!r} must be above 0; nearest: '1mbit'")
+    return None
 
 
 def range_errors(config: ExplainConfig) -> Iterator[str]:

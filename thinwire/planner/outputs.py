@@ -33,7 +33,7 @@ def unwritable(option: str, path: Path, usual: str = "") -> Iterator[str]:
     elif path.is_dir():
         yield f"{option} {path}: is a folder; nearest: {option} {path / (usual or NAMES[option])}"
     elif why := unusable_folder(path.absolute().parent):
-        yield f"{option} {path}: {why}"
+        yield f"{option} {path}: {why}; choose another folder"
 
 
 def overwritten(config: PlanConfig, written: dict[str, Path]) -> Iterator[str]:

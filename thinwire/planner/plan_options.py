@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from thinwire.errors import ConfigError, Problems
+from thinwire.errors import ConfigError
 from thinwire.flags import CommandLine
-from thinwire.planner.options import option_tables, tables_of
+from thinwire.planner.options import option_tables
 
 BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
@@ -101,25 +101,11 @@ def plan_line() -> CommandLine:
     )
 
 
-def read_plan_line(args: Sequence[str], problems: Problems) -> PlanConfig:
-    """Read the options from the command line. Notes all errors. Raises SystemExit after --help."""
-    stated = plan_line().read(args, problems, elsewhere=found_by_plan)
-    own = stated.pop("")
-    return PlanConfig(**own, tables=tables_of(own.get("model", PlanConfig.model), stated, problems))
-
-
 def tune_line() -> CommandLine:
     """The flags of `thinwire tune`."""
     return CommandLine(
         "thinwire tune", TuneConfig, tables=option_tables, presets=dict.fromkeys(("llama", "moe"), "the preset's")
     )
-
-
-def read_tune_line(args: Sequence[str], problems: Problems) -> TuneConfig:
-    """As `read_plan_line`."""
-    stated = tune_line().read(args, problems, elsewhere=found_by_plan)
-    own = stated.pop("")
-    return TuneConfig(**own, tables=tables_of(own.get("model", TuneConfig.model), stated, problems))
 
 
 def read_bytes(text: str) -> float:

@@ -12,7 +12,7 @@ from thinwire.cost.simulator import COMMUNICATION, TRAINING
 from thinwire.errors import ConfigError
 from thinwire.hosts.offload.counted import kept_ways
 from thinwire.hosts.offload.tiling import tiled_shapes
-from thinwire.methods.memory import Floor, Residency, Setup, placed as parts_of, resident_method, settled
+from thinwire.methods.memory import Floor, Residency, Setup, StepRates, placed as parts_of, resident_method, settled
 from thinwire.models import MoELlama
 from thinwire.planner.candidates import Candidate
 from thinwire.planner.mixture import price_experts
@@ -75,7 +75,8 @@ def alone(pricing: Pricing, way: Candidate) -> Priced:
 
 def resident(pricing: Pricing, way: Candidate) -> Priced:
     """The costs of a candidate of which a part is computed again, or on a disk: computing does not hide its bytes."""
-    residency, setup = on_disk(pricing, way)
+    asked, setup = on_disk(pricing, way)
+    residency = settled(asked, setup, rates_of(pricing, way, asked))
     kept = replace(way, memory="", held=())
     # Of every budget alike.
     if kept not in pricing.wholes:
@@ -104,10 +105,29 @@ def disk_floor(pricing: Pricing, way: Candidate) -> float:
     """The smallest budget under which a part of a candidate can lie on a disk, in bytes. Raises ConfigError."""
     floor = 0.0
     # A larger budget may place the parts in another way, which needs more.
-    while (least := Floor.of(*on_disk(pricing, way)).least_bytes()) > floor:
+    while (least := least_of(*on_disk(pricing, way))) > floor:
         floor = 1e6 * math.ceil(least / 1e6)
         way = replace(way, memory=f"{math.ceil(least / 1e6)}mb")
     return floor
+
+
+def least_of(asked: Residency, setup: Setup) -> float:
+    """The smallest budget with which the parts of a training can lie as they do without rates."""
+    return Floor.of(settled(asked, setup), setup).least_bytes()
+
+
+def rates_of(pricing: Pricing, way: Candidate, asked: Residency) -> StepRates | None:
+    """What a rank does in a second, by which a run takes one of the ways that fit; None on GPUs, where it does not."""
+    machine, layer = pricing.machine, pricing.layer
+    if machine.on_gpu:
+        return None
+    num_here = max(map(machine.cores.hosts.count, machine.cores.hosts))
+    written, read = (rate / num_here if asked.rate is None else asked.rate for rate in machine.disk)
+    nodes, rates = machine.network.nodes, machine.network.rates
+    links = [rates[a][b] for a, b in machine.network.pairs if nodes[a] != nodes[b]]
+    flops = machine.rates[layer] * min(machine.speeds, default=1.0)
+    sent = min(links, default=math.inf) / machine.local_size
+    return StepRates(way.micro_batch * pricing.seq_len, flops, read, written, sent)
 
 
 def process_of(pricing: Pricing) -> ProcessMemory:
@@ -122,7 +142,7 @@ def reserved_bytes(process: ProcessMemory) -> float:
 
 
 def on_disk(pricing: Pricing, way: Candidate) -> tuple[Residency, Setup]:
-    """Where the parts of a candidate lie, and what they are. Raises ConfigError for what can't lie so."""
+    """What is asked of the parts' places, and what they are. Raises ConfigError for what can't lie so."""
     residency, method = Residency(**completed(way.residency)), resident_method(pricing.methods[way.strategy])
     check_optimizer(residency, pricing.optimizer)
     check_tiled(residency, pricing.optimizer, method, pricing.replicas(way))
@@ -133,7 +153,7 @@ def on_disk(pricing: Pricing, way: Candidate) -> tuple[Residency, Setup]:
         kept_of(pricing, way, residency), pricing.across,
         is_built_whole=isinstance(pricing.model, MoELlama), process=process_of(pricing),
     )  # fmt: skip
-    return settled(residency, setup), setup
+    return residency, setup
 
 
 def kept_of(pricing: Pricing, way: Candidate, residency: Residency) -> dict[str, int] | None:

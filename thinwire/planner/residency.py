@@ -20,7 +20,6 @@ from thinwire.methods.interface import Method
 from thinwire.methods.memory import (
     Floor,
     MemoryPart,
-    Residency,
     Setup,
     check_across,
     check_outer,
@@ -31,12 +30,13 @@ from thinwire.methods.memory import (
     settled,
 )
 from thinwire.methods.outer.base import IslandsMethod
-from thinwire.options import RESIDENCY, made
+from thinwire.options import RESIDENCY
 from thinwire.planner.optimizers import counted_by
 from thinwire.planner.options import ExplainConfig
 from thinwire.planner.waiting import rates_of, rows_on_waiting
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.run.optimizer import name_of, optimizer_over
+from thinwire.run.places import made_residency
 from thinwire.run.residency import why_whole
 from thinwire.table import Row
 
@@ -59,7 +59,7 @@ def where_all_lies(
     flags: dict[str, Any] = {"memory": config.memory, "disk_rate": config.disk_rate}
     flags |= {"activations": config.activations, "slices": config.slices}
     stated = {name: value for name, value in flags.items() if value is not None}
-    residency = made(Residency, {**config.tables.get(RESIDENCY, {}), **stated})
+    residency = made_residency({**config.tables.get(RESIDENCY, {}), **stated}, config.tables)
     if len(names) != 1:
         raise ConfigError(f"--memory: name one strategy whose parts are to be placed; nearest: --strategy {PLACED}")
     method = strategy_of(names[0], config)

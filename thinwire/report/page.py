@@ -150,9 +150,9 @@ def warning(run: RunFiles) -> str:
     reasons = []
     if not run.steps:
         reasons.append("No step has finished.")
-    if not run.summary:
-        reasons.append("There is no summary: the run goes on, or was killed. These are its figures so far.")
-    if (stopped := str(run.summary.get("stopped", "finished"))) != "finished":
+    if (last := run.broken_off) is not None:
+        reasons.append(f"The run was broken off after step {last}, or goes on: it has written no summary.")
+    elif (stopped := str(run.summary.get("stopped", "finished"))) != "finished":
         reasons.append(f"The run was stopped before its end: {stopped}.")
     return f"<p class=warning>{text(' '.join(reasons))}</p>" if reasons else ""
 

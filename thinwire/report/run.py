@@ -27,6 +27,7 @@ class RunFiles:
         ways: lines of metrics.jsonl on other ways of rows to experts, the last one of each change.
         traffic: its lines on bytes by message, one for each start of the run, up to its last checkpoint.
         memberships: its lines on islands or stages that were lost or joined.
+        is_behind: summary.json is older than the last step, as after a resume that was killed.
         changed: when the last of these files was written; None if there is none.
     """
 
@@ -34,6 +35,7 @@ class RunFiles:
     steps: list[dict[str, Any]]
     summary: dict[str, Any]
     config: str
+    is_behind: bool = False
     changed: datetime | None = None
     plan: dict[str, Any] = field(default_factory=dict)
     ways: list[dict[str, Any]] = field(default_factory=list)
@@ -49,6 +51,14 @@ class RunFiles:
     def uncompressed_of(self) -> str:
         """Of what the bytes of a step in fp32 are, such as whole models; empty: of the run itself."""
         return str(self.summary.get("uncompressed_of") or "")
+
+    @property
+    def broken_off(self) -> int | None:
+        """The last step of a run that has not come to its summary: it was killed, or goes on; None: it has."""
+        last = int(number(self.steps[-1]["step"])) if self.steps else 0
+        # Ranks at their own pace may have recorded more steps than the summary counts.
+        went_on = self.is_behind and last > number(self.summary.get("steps", last))
+        return last if went_on or not self.summary else None
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of every step that has the key. Values that are not numbers become NaN."""
@@ -104,6 +114,7 @@ def read_run(run_dir: Path) -> RunFiles:
         steps=_rows(_text(metrics)),
         summary=_object(_text(summary)),
         config=_text(config),
+        is_behind=metrics.is_file() and summary.is_file() and summary.stat().st_mtime < metrics.stat().st_mtime,
         changed=datetime.fromtimestamp(changed).astimezone(),
         plan=_object(_text(run_dir / "plan.json")),
         ways=[*{line.get("after_step"): line for line in lines if line.get("event") == "way"}.values()],

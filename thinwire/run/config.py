@@ -311,6 +311,8 @@ LOWEST: dict[str, int | None] = {
     "keep_every": 0, "restarts": 0, "eval_sequences": 0, "sample_tokens": 0, "slices": 1, "timeout": None,
     "minutes": None,
 }  # fmt: skip
+# A year: a few times as much, in nanoseconds, is no number of a clock.
+HIGHEST = {"timeout": 365 * 24 * 3600}
 
 # Machines may differ in these; the rest must be equal on all ranks.
 PER_MACHINE = {
@@ -336,6 +338,8 @@ def number_errors(config: Any) -> Iterator[str]:
             yield f"{flag(item.name)} {value}: must be finite"
         elif lowest is None and value <= 0:
             yield f"{flag(item.name)} {value}: must be above 0"
+        elif value > (highest := HIGHEST.get(item.name, math.inf)):
+            yield f"{flag(item.name)} {value}: must be at most {highest:,}; nearest: {highest}"
         elif lowest is not None and value < lowest:
             yield f"{flag(item.name)} {value}: must be at least {lowest}; nearest: {lowest}"
 

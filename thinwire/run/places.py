@@ -7,7 +7,7 @@ from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.methods.memory import Residency
-from thinwire.options import RESIDENCY, made
+from thinwire.options import RESIDENCY, Tables, made
 from thinwire.run.config import TrainConfig
 from thinwire.run.run_dir import RunDir
 
@@ -49,6 +49,17 @@ def is_bare(options: Mapping[str, Any]) -> bool:
     return own in (everything := dict.fromkeys(PLACES, "memory"), everything | {"activations": KEEP})
 
 
+def made_residency(options: Mapping[str, Any], tables: Tables) -> Residency:
+    """The residency of these options. Raises ConfigError, whose flags have a prefix only where `tables` state them."""
+    try:
+        return made(Residency, options)
+    except ConfigError as error:
+        problems = list(error.problems)
+        for name in set(FLAT) - tables.get(RESIDENCY, {}).keys():
+            problems = [told.replace(f"--{RESIDENCY}.{name} ", f"--{name} ") for told in problems]
+        raise ConfigError(*problems) from None
+
+
 def residency_of(config: TrainConfig) -> Residency | None:
     """What lies on a disk, or is computed again; None: nothing. Raises ConfigError for values that can't work."""
     stated = residency_options(config)
@@ -56,7 +67,7 @@ def residency_of(config: TrainConfig) -> Residency | None:
     if options.get("durable") and "store" in options:
         options["store"] = str(RunDir(config.run_dir).own_store(options["store"]))
     default = {} if stated.get("store") == NO_STORE else {"store": str(RunDir(config.run_dir).store)}
-    found = made(Residency, default | options)
+    found = made_residency(default | options, config.tables)
     if stated.get("store") == NO_STORE and found.needs_store:
         asking = {name: getattr(found, name) == "disk" for name in PLACES} | {
             "optimizer": found.optimizer != "memory", "activations": found.spills, "durable": found.durable,

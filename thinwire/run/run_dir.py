@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from zlib import crc32
 
-from thinwire.errors import ConfigError, nearest, unusable_folder
+from thinwire.errors import ConfigError, near_folder, nearest, unusable_folder
 
 
 class RunDir:
@@ -59,7 +59,7 @@ class RunDir:
     def check(self, node: int, *, resume: bool, overwrite: bool) -> None:
         """Raise ConfigError if this run can't be written, or would overwrite another run without --overwrite."""
         if why := unusable_folder(self.path):
-            raise ConfigError(f"--run-dir {self.path}: {why}")
+            raise ConfigError(f"--run-dir {self.path}: {why}{near_folder(self.path)}")
         if self.holds_run(node) and not (resume or overwrite):
             raise ConfigError(
                 f"--run-dir {self.path} already holds a run: add --resume to go on with it, --overwrite to delete it, "

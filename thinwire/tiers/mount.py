@@ -44,16 +44,22 @@ def disk_folder() -> Path:
     raise ConfigError("residency: no store is stated, and temporary files lie in memory: name a folder on a disk")
 
 
+def near_disk() -> str:
+    """Tail of an error message about a folder that can't be used: one on a disk that can."""
+    try:
+        return f"; nearest: {disk_folder()}"
+    except ConfigError:
+        return "; name a folder on a disk"
+
+
 def check_folder(folder: Path, num_bytes: int) -> None:
     """Raise ConfigError for a folder that is not writable, lies in memory, or is on a disk without `num_bytes` free."""
     if why := unusable_folder(folder):
-        raise ConfigError(f"store {folder}: {why}")
+        raise ConfigError(f"store {folder}: {why}{near_disk()}")
     if not hasattr(os, "O_DIRECT"):
         raise ConfigError(f"store {folder}: this system has no O_DIRECT; nearest: train on Linux, or without a store")
     if (kind := mount_type(folder)) in MEMORY_TYPES:
-        here = Path.cwd()
-        near = f"; nearest: {here}" if mount_type(here) not in MEMORY_TYPES else ""
-        raise ConfigError(f"store {folder}: lies on {kind}, which is memory and not a disk{near}")
+        raise ConfigError(f"store {folder}: lies on {kind}, which is memory and not a disk{near_disk()}")
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     state = os.statvfs(existing)
     free = state.f_bavail * state.f_frsize

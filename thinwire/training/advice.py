@@ -55,6 +55,7 @@ def advise(
     dtype: torch.dtype,
     device: Device,
     rate: float | None = None,
+    flops: float | None = None,
 ) -> Iterator[Row]:
     """Rows about the link, and about whether 16 bits would be enough. A collective over all ranks.
 
@@ -63,7 +64,7 @@ def advise(
     compression gains nothing. Between processes of one machine the link is loopback, whose rate depends on the
     machine's load: it is not measured.
 
-    rate: see `link_rate`; None: it is measured here.
+    rate, flops: see `link_rate` and `step_flops`; None: measured here.
     """
     grid = optimizer.comm.topology
     if grid.num_nodes == 1:
@@ -78,7 +79,7 @@ def advise(
     if optimizer.bytes_per_step > 0.9 * half_bytes:
         return
     link_s = 8 * half_bytes / rate
-    compute_s = 6 * num_parameters * tokens_per_rank / step_flops(dtype, device)
+    compute_s = 6 * num_parameters * tokens_per_rank / (step_flops(dtype, device) if flops is None else flops)
     compute_s = optimizer.all_mean(compute_s)
     if link_s > compute_s:
         verdict = "pays on this link"

@@ -42,10 +42,14 @@ from thinwire.training.advice import link_rate
 
 
 class ChosenResidency(NamedTuple):
-    """A residency without "auto". link_rate: of the link between nodes, bits per second, if it was measured."""
+    """A residency without "auto", and what was measured to choose it; None: it was not.
+
+    link_rate: of the link between nodes, bits per second. flops: operations per second of this rank.
+    """
 
     residency: Residency
     link_rate: float | None = None
+    flops: float | None = None
     rows: tuple[Row, ...] = ()
 
 
@@ -68,8 +72,8 @@ def chosen(run: Run, device: Device, dtype: str, first: Residency, setup: Setup)
         return ChosenResidency(first)
     (_, _, known), config = told[0], run.config
     disk = disk_rates(run.residency.folder) if known is None else known[:2]
-    own = (step_flops(torch.bfloat16 if dtype == "bf16" else torch.float32, device), *disk)
-    flops, read, written = map(min, zip(*of_all_ranks(own, "its rates"), strict=True))
+    own = step_flops(torch.bfloat16 if dtype == "bf16" else torch.float32, device)
+    flops, read, written = map(min, zip(*of_all_ranks((own, *disk), "its rates"), strict=True))
     rates, link = StepRates(derive(config, config.num_shares).micro_batch * config.seq_len, flops, read, written), None
     if setup.topology.num_nodes > 1 and not all(of_all_ranks(all_on_this_machine(dist.get_world_size()), "its place")):
         comm = Communicator(local_size=config.local_size, timeout_s=config.timeout)
@@ -78,7 +82,7 @@ def chosen(run: Run, device: Device, dtype: str, first: Residency, setup: Setup)
         rates = replace(rates, sent=link / 8)
     found = ways[told_by_first(ways.index(soonest(ways, first, setup, rates)), "where its weights lie")]
     return ChosenResidency(
-        found, link, (row_on(found, ways, setup, rates, "measured now" if known is None else known[2]),)
+        found, link, own, (row_on(found, ways, setup, rates, "measured now" if known is None else known[2]),)
     )
 
 

@@ -34,9 +34,10 @@ def rows_on_links(engine: Engine) -> list[Row]:
         return []
     tokens_per_rank = engine.batch.tokens_per_step // engine.num_shares
     dtype = torch.bfloat16 if engine.dtype == "bf16" else torch.float32
-    strategy = engine.config.strategy
-    rate = None if engine.choice is None else engine.choice.link_rate
-    return list(advise(engine.optimizer, strategy, engine.num_parameters, tokens_per_rank, dtype, engine.device, rate))
+    choice, strategy = engine.choice, engine.config.strategy
+    measured = (None, None) if choice is None else (choice.link_rate, choice.flops)
+    given = engine.optimizer, strategy, engine.num_parameters, tokens_per_rank, dtype, engine.device
+    return list(advise(*given, *measured))
 
 
 def rows_on_options(engine: Engine) -> Iterator[Row]:

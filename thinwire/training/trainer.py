@@ -316,7 +316,7 @@ class Trainer:
     def _watch_gradient(self, norm: float) -> None:
         """Warn of every skipped step. End a run whose gradients stay zero or not finite."""
         if self.reporter is not None and not math.isfinite(norm):
-            self.reporter.progress.warn(f"step {self.step} skipped on all ranks: a gradient is not finite")
+            self.reporter.progress.warn(f"step {self.step} skipped on all ranks: {self.optimizer.skip_reason}")
         self._watchdog.note(norm, self.step)
 
     def _evaluate(self) -> float:

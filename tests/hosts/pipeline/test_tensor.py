@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import combinations
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from thinwire.hosts.pipeline.stage import PipelineStage
 from thinwire.hosts.ranks import Axis, open_ranks
 from thinwire.hosts.tensor import TensorAxis, cut_parameters
 from thinwire.methods.pipeline import token_shares
-from thinwire.models import build_model, llama
+from thinwire.models import build_model
 from thinwire.models.llama import MLP
 from thinwire.models.tensor import COLUMNS, cut_over, cuts_of
 from thinwire.models.vocabulary import lose_by_rows
@@ -356,13 +355,7 @@ def factorised(sizes: tuple[int, int, int]) -> float:
 
 
 def all_factorised(rank: int, world_size: int) -> list[float]:
-    with patch.object(llama, "next_token_loss", wide_of_logits):
-        return [factorised(sizes) for sizes in FACTORS]
-
-
-def wide_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss in fp64; a head that is cut by rows has computed it itself."""
-    return logits if logits.dim() == 0 else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return [factorised(sizes) for sizes in FACTORS]
 
 
 @pytest.mark.whole

@@ -159,6 +159,13 @@ class DDPOptimizer(AgreeingOptimizer):
     def _reduce(self) -> None:
         if not self._reducer.all_launched:
             unused = [name for name, param in self.trained.items() if param.grad is None]
+            if len(unused) == len(self.trained):
+                raise ConfigError("no backward has run in this step: call `loss.backward()` before `optimizer.step()`")
+            if not unused:
+                raise ConfigError(
+                    "no backward that sends has reached every parameter in this step: call the module that was "
+                    "returned beside the optimizer, and leave the last backward of a step outside `optimizer.no_sync()`"
+                )
             way = "set find_unused_parameters to True"
             if not self._clips:
                 way = "freeze them with requires_grad_(False), since the method sends parts of earlier gradients of all"

@@ -32,6 +32,12 @@ from thinwire.table import SENT, Row, announce as announce_table
 
 logger = logging.getLogger("thinwire")
 
+UNMEASURED = (
+    "no rank has a slope, and rank {} measured nothing in this step: `loss = optimizer.measure(loss_function)` and "
+    "`loss.backward()` belong before `optimizer.step()`"
+)
+FLAT = "on all ranks the loss is not finite, or the same on both sides of the weights"
+
 
 def forward_only(
     model: nn.Module,
@@ -101,6 +107,7 @@ class ForwardOptimizer(AgreeingOptimizer):
         self._slopes = torch.zeros(method.samples, dtype=torch.float64)
         self._received: Tensor | None = None
         self._factor = 0.0
+        self._has_measured = False
         self._has_warned = False
 
     @torch.no_grad()
@@ -124,6 +131,7 @@ class ForwardOptimizer(AgreeingOptimizer):
 
         def record(gradient: Tensor) -> None:
             self._slopes += slopes * float(gradient)
+            self._has_measured = True
 
         result.register_hook(record)
         return result
@@ -169,6 +177,8 @@ class ForwardOptimizer(AgreeingOptimizer):
             self.mean_loss = float(losses.double().mean())
             self.stop_requested = self.stop_requested or bool(self._received[:, -1].any())
             self._slopes.zero_()
+            self.skip_reason = FLAT if self._has_measured else UNMEASURED.format(self.comm.rank)
+            self._has_measured = False
             slopes = self.log.slopes(self._codes)
             applied = slopes[slopes != 0]
             self._factor = self.method.factor(applied.numel()) if applied.numel() else 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from thinwire.codecs import Cast, Codec, Identity, Integer
-from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.errors import ConfigError, Problems, similar
 from thinwire.methods.memory.tiling import TileGrid
 from thinwire.methods.memory.units import read_byte_rate, read_bytes
 from thinwire.methods.options import FP32, CodecRule, check_types, codec_of
@@ -302,7 +302,7 @@ def share_of(activations: str) -> float | None:
     if word != SAMPLE or math.isnan(share):
         known = (*ACTIVATIONS, f"{SAMPLE}:0.3", f"{RECOMPUTE}+{SAMPLE}:0.3")
         raise ConfigError(
-            f"activations {activations!r}: must be one of {', '.join(known)}{nearest(activations, known)}"
+            f"activations {activations!r}: must be one of {', '.join(known)}{similar(activations, known)}"
         )
     if not 0 < share <= 1:
         close = 0.1 if share <= 0 else 1

@@ -85,8 +85,8 @@ class Hadamard(Codec):
         return self.inner.encode(self._rotated(x), seed=seed, counter=counter, out=out)
 
     def encode_rows(self, rows: Tensor, numbers: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
+        counters = backends.row_counters(numbers, rows.shape[1], self.block)
         if isinstance(self.inner, Integer):
-            counters = backends.row_counters(numbers, rows.shape[1], self.block)
             return self.inner.encode_rotated(rows, rotation=self.block_size, seed=seed, counters=counters, out=out)
         return self.inner.encode_rows(self._rotated(rows).view(rows.shape), numbers, seed=seed, out=out)
 

@@ -42,7 +42,8 @@ class Threshold(TopK):
 
     @property
     def traits(self) -> Traits:
-        return replace(super().traits, draws=True)
+        found = super().traits
+        return replace(found, draws=found.draws or self.stride > 1)
 
     def _least(self, count: int) -> int:
         return -(-4 * count // 5)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.workers import run_workers
 from thinwire.codecs import Codec
 from thinwire.collectives import Communicator
-from thinwire.collectives.all_to_all import NUMBER_BYTES, Room, all_to_all_counted, rows_bytes
+from thinwire.collectives.all_to_all import NUMBER_BYTES, Room, RowCodec, all_to_all_counted, rows_bytes
 from thinwire.collectives.communicator import NUM_SLOTS
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Awaited, Rounds
@@ -28,21 +28,23 @@ def block(source: int, target: int) -> Tensor:
     return torch.randn(COUNTS[source][target], WIDTH, generator=draw, dtype=torch.float64).float()
 
 
-def first_of(source: int, target: int) -> int:
-    return 100 * source + 10 * target
+def numbers_of(source: int, target: int) -> list[int]:
+    """Of the rows from one rank to another, in no order."""
+    return [(1000003 * source + 70001 * target - 7919 * i) % (1 << 32) for i in range(COUNTS[source][target])]
 
 
 def send_rows(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = torch.cat([block(rank, target) for target in range(world_size)])
-    how: Any = {"seed": 3, "first_rows": [first_of(rank, target) for target in range(world_size)], "rounds_own": True}
+    numbers = torch.tensor([number for target in range(world_size) for number in numbers_of(rank, target)]).long()
+    how: Any = {"numbers": numbers, "rounds_own": True}
     for local_size, checked in ((4, False), (2, True)):
         comm = Communicator(local_size=local_size, checked=checked)
         for name, text in CODECS.items():
             codec = Codec.parse(text) if text else None
             receives = [COUNTS[source][rank] for source in range(world_size)]
             before = comm.meter.snapshot().sent_by("all_to_all")
-            got = comm.wait(comm.all_to_all_rows(rows, COUNTS[rank], receives, codec, **how))
+            got = comm.wait(comm.all_to_all_rows(rows, COUNTS[rank], receives, codec, seed=3, **how))
             sent = comm.meter.snapshot().sent_by("all_to_all") - before
             found[f"{local_size} {name} known"] = got, receives, sent
             room, notes = Room(), torch.arange(8).view(4, 2) + 100 * rank
@@ -54,12 +56,14 @@ def send_rows(rank: int, world_size: int) -> dict[str, Any]:
                     room.to[3] = 1
 
                 def job(link: Link, codec: Any = codec, notes: Tensor = notes, room: Room = room) -> Rounds[Any]:
-                    return all_to_all_counted(link, rows, COUNTS[rank], notes, room, codec, **how)
+                    coded = RowCodec(WIDTH, rows.dtype, codec, 3, tells=True)
+                    return all_to_all_counted(link, rows, COUNTS[rank], notes, room, coded, **how)
 
                 before = comm.meter.snapshot().sent_by("all_to_all")
-                got, came, told = comm.wait(comm.submit(job, urgent=True))
+                got, their_numbers, came, told = comm.wait(comm.submit(job, urgent=True))
                 sent = comm.meter.snapshot().sent_by("all_to_all") - before
                 assert told.tolist() == [[100 * r + 2 * rank, 100 * r + 2 * rank + 1] for r in range(4)]
+                assert their_numbers.tolist() == [n for source in range(world_size) for n in numbers_of(source, rank)]
                 found[f"{local_size} {name} {case}"] = got, came, sent
         levels = {level for _, level in comm.meter.snapshot().operations}
         assert levels == ({"intra"} if local_size == 4 else {"intra", "inter"})
@@ -83,11 +87,10 @@ def test_every_row_arrives_with_its_own_rounding_and_its_bytes() -> None:
             for source in range(4):
                 part = block(source, rank)
                 if codec is not None and len(part):
-                    first = first_of(source, rank)
                     # Row by row, as on any other number of ranks.
                     rounded = [
-                        codec.decode(codec.encode(row, seed=3, counter=(first + i) * WIDTH), WIDTH)
-                        for i, row in enumerate(part)
+                        codec.decode(codec.encode(row, seed=3, counter=number * WIDTH), WIDTH)
+                        for number, row in zip(numbers_of(source, rank), part, strict=True)
                     ]
                     part = torch.stack(rounded)
                 parts.append(part)
@@ -95,7 +98,10 @@ def test_every_row_arrives_with_its_own_rounding_and_its_bytes() -> None:
             assert torch.equal(got, torch.cat(parts)), case
             sizes = [n for target, n in enumerate(COUNTS[rank]) if target != rank]
             heads = 0 if known == "known" else 3 * 3 * NUMBER_BYTES
-            assert sent == heads + sum(rows_bytes(n, WIDTH, torch.float32, codec) for n in sizes if n), case
+            tells = known != "known"
+            assert sent == heads + sum(rows_bytes(n, WIDTH, torch.float32, codec, tells=tells) for n in sizes if n), (
+                case
+            )
 
 
 class Gate:

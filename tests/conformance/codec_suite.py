@@ -290,6 +290,30 @@ class CodecSuite:
                 for x, own, out in zip(xs, values, outs, strict=True):
                     assert same_bits(out, x + own if add else own)
 
+    @pytest.mark.parametrize("backend", ["fastest", "torch"])
+    def test_rows_draw_by_their_numbers(self, case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        codec, width = case.codec, 3 * case.codec.block
+        inner = getattr(codec, "inner", getattr(codec, "repeated", codec))
+        if codec.traits.draws and not isinstance(inner, (Integer, Natural)):
+            return
+        # The middle of the second row has the number 2^32, of the third one 2^63.
+        numbers = torch.tensor([7, 2**32 // width, 2**63 // width, 0, 7])
+        rows = gaussian(5 * width).view(5, width)
+        alone = [codec.encode(row, seed=3, counter=int(n) * width) for n, row in zip(numbers, rows, strict=True)]
+        expected = torch.cat([codec.decode(packet, width) for packet in alone])
+        if backend == "torch":
+            monkeypatch.setattr(backends, "cpu_kernels", lambda: None)
+        assert same_bits(codec.decode(codec.encode_rows(rows, numbers, seed=3), rows.numel()), expected)
+        assert torch.equal(codec.encode_rows(rows[:0], numbers[:0]), codec.encode(rows[:0]))
+        if codec.traits.draws and codec.block > 1:
+            with pytest.raises(ValueError, match="no whole blocks"):
+                codec.encode_rows(rows[:, 1:], numbers)
+
+    def test_what_draws_says_so(self, case: Case) -> None:
+        x = gaussian(max(1000, 4 * case.codec.block))
+        if case.error > 1e-3:
+            assert same_bits(round_trip(case.codec, x, 1), round_trip(case.codec, x, 2)) != case.codec.traits.draws
+
     def test_sums_commute_with_the_rotation(self, case: Case) -> None:
         codec, rotation, size = case.codec, case.codec.rotation, 4 * case.codec.block
         if rotation is None:

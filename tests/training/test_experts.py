@@ -29,6 +29,11 @@ LOSSY = (
     "--experts.gradients int8/64"
 )
 
+DRAWN = (
+    "--strategy zero --micro-batch 4 --stop-at 1 "
+    "--experts.dispatch int2/16 --experts.combine int2/16 --experts.gradients int4/32"
+)
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
@@ -45,6 +50,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         ("lossy-part", 2, f"{LOSSY} {stop}", ""),
         ("lossy-on", 2, LOSSY, "lossy-part"),
         ("lossy-one", 1, "--strategy sdp4bit --experts.parallel 1", "lossy-part"),
+        ("drawn-two", 2, f"{DRAWN} --experts.parallel 2", ""),
+        ("drawn-four", 4, f"{DRAWN} --sequence.parallel 2 --experts.parallel 2", ""),
     ]
     found: dict[str, dict[str, Any]] = {}
     for name, num_ranks, flags, origin in rows:
@@ -129,6 +136,12 @@ def check_streams(runs: dict[str, dict[str, Any]]) -> None:
     back = sent["combine_gradients, inter"]
     assert sent["dispatch_gradients, inter"] == back and sent["combine, inter"] == 2 * back < sent["dispatch, inter"]
     assert sent.keys() >= {"gradients, inter", "weights, inter"}
+
+
+def test_rows_are_rounded_alike_on_two_ranks_and_on_four_that_share_sequences(runs: dict[str, dict[str, Any]]) -> None:
+    two, four = (next(iter(runs[name]["steps"].values())) for name in ("drawn-two", "drawn-four"))
+    for what in ("loss", "grad_norm"):
+        assert two[what] == pytest.approx(four[what], rel=2e-6)
 
 
 def test_rounded_rows_resume_bit_for_bit_and_are_exact_on_one_process(runs: dict[str, dict[str, Any]]) -> None:

@@ -29,7 +29,8 @@ ROWS = {
     "alone": (2, "--strategy zero --local-size 1", ""),
     "mesh": (4, f"--strategy zero {CUT} {STOP}", ""),
     "on": (4, f"--strategy zero {CUT}", "mesh"),
-    "off": (2, f"--strategy zero {WHOLE}", "mesh"),
+    # Axes of 1 rank are none.
+    "off": (2, f"--strategy zero {WHOLE.replace(' --l', ',expert=1,sequence=1,pipeline=1,island=1 --l')}", "mesh"),
     "ddp": (4, f"--strategy ddp {CUT} {STOP}", ""),
     "sdp4bit": (4, f"--strategy sdp4bit {CUT} {STOP}", ""),
     "lossy": (4, f"--strategy sdp4bit {CUT}", "sdp4bit"),

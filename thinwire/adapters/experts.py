@@ -87,7 +87,8 @@ class RowsToExperts(EPImplementation):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum over each token's experts, [tokens, hidden]. A collective."""
         order = Order.of(top_k_index, self.wire.placement.experts)
-        rows = Trip(self.wire, order.counts).through(order.encode(hidden_states), self._work)
+        numbers = self.wire.row_numbers(order, self.wire.own_tokens(len(hidden_states)))
+        rows = Trip(self.wire, order.counts, numbers).through(order.encode(hidden_states), self._work)
         return order.decode(rows * top_k_weights.flatten()[order.choices, None].to(rows.dtype), len(hidden_states))
 
     def _work(self, rows: Tensor, counts: Tensor) -> Tensor:

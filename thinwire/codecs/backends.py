@@ -21,7 +21,7 @@ from torch import Tensor
 
 from thinwire.codecs import reference
 from thinwire.codecs.layout import Groups, Rounding
-from thinwire.codecs.random import MASK64, noise_keys
+from thinwire.codecs.random import MASK64, noise_keys, row_keys
 
 # Device type -> the compiler of torch.compile there; eager mode makes a dozen passes over memory.
 COMPILED = {"cuda": "inductor"}
@@ -81,9 +81,28 @@ def flat_fp32(x: Tensor) -> Tensor:
     return x.detach().reshape(-1).to(torch.float32).contiguous()
 
 
-def rounding(is_stochastic: bool, seed: int, counter: int) -> Rounding:
-    """Nearest rounding, or stochastic rounding by the draws of both numbers modulo 2^64."""
-    return Rounding(is_stochastic, np.uint64(seed & MASK64), np.uint64(counter & MASK64))
+def rounding(is_stochastic: bool, seed: int) -> Rounding:
+    """Nearest rounding, or stochastic rounding by the draws of a seed modulo 2^64."""
+    return Rounding(is_stochastic, np.uint64(seed & MASK64))
+
+
+def row_counters(numbers: Tensor, width: int, block: int) -> np.ndarray:
+    """The numbers of the first elements of rows with these numbers, uint64. Raises ValueError for parts of blocks."""
+    if width % block:
+        raise ValueError(f"rows of {width} elements are no whole blocks of {block}")
+    return (numbers.detach().cpu() * width).numpy().view(np.uint64)
+
+
+def as_counters(counters: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Whole numbers modulo 2^64, uint64."""
+    return counters if isinstance(counters, np.ndarray) else np.array([each & MASK64 for each in counters], np.uint64)
+
+
+def keys_of(seed: int, counters: np.ndarray, num_elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`noise_keys` of a tensor in as many equal pieces as there are counters, each of a piece's first element."""
+    if len(counters) == 1:
+        return noise_keys(seed, int(counters[0]), num_elements, device)
+    return row_keys(seed, torch.from_numpy(counters.view(np.int64)).to(device), num_elements // max(len(counters), 1))
 
 
 def one_nan_(values: Tensor) -> Tensor:
@@ -116,12 +135,13 @@ def check(what: str, tensor: Tensor, size: int, dtype: torch.dtype) -> None:
 
 def encode(
     xs: Sequence[Tensor], outs: Sequence[Tensor], groups: Groups, *, rotation: int, is_stochastic: bool, seed: int,
-    counters: Sequence[int],
+    counters: Sequence[int] | np.ndarray,
 ) -> None:  # fmt: skip
     """Encode H x of each tensor (`rotation` 0: x itself) as integers; x is zero-padded to whole rows.
 
     Args:
-        seed, counters: of the draws of stochastic rounding; counters: the number of each tensor's first element.
+        seed, counters: of the draws of stochastic rounding; counters: the number of the first element of each piece.
+            All tensors are in equally many pieces of equal size, in most cases one.
 
     Shape:
         xs: flat contiguous fp32, n elements each, one at least. outs: uint8, packets of n elements, padded to whole
@@ -129,25 +149,27 @@ def encode(
     """
     kernels, n = numba_module("integer", xs[0].device), xs[0].numel()
     num = n + (-n % rotation if rotation else 0)
+    of_pieces = as_counters(counters).reshape(len(xs), -1)
     if kernels is None:
-        for x, out, counter in zip(xs, outs, counters, strict=True):
-            _plain_encode(torch.nn.functional.pad(x, (0, num - n)), out, groups, rotation, is_stochastic, seed, counter)
+        for x, out, own in zip(xs, outs, of_pieces, strict=True):
+            _plain_encode(torch.nn.functional.pad(x, (0, num - n)), out, groups, rotation, is_stochastic, seed, own)
         return
     codes_at, _, num_bytes = groups.sections(num)
     size = min(groups.size, num)
     # A word more than half of them, as the first element may have the second dither of a word.
     words = np.empty(max(size, DITHERS_AT_ONCE) // 2 + 2 if is_stochastic else 0, np.uint32)
     kernels.encode(
-        _addresses(xs), n, _addresses(outs), codes_at, num_bytes, groups, rotation, rounding(is_stochastic, seed, 0),
-        np.array([counter & MASK64 for counter in counters], np.uint64), np.empty(size if rotation else 0, np.float32),
-        np.empty(3 * rotation, np.float32), np.empty(size + 8, np.uint8), words, words.view(np.int16),
+        _addresses(xs), n, _addresses(outs), codes_at, num_bytes, groups, rotation, rounding(is_stochastic, seed),
+        of_pieces, np.empty(size if rotation else 0, np.float32), np.empty(3 * rotation, np.float32),
+        np.empty(size + 8, np.uint8), words, words.view(np.int16),
     )  # fmt: skip
 
 
 def _plain_encode(
-    x: Tensor, out: Tensor, groups: Groups, rotation: int, is_stochastic: bool, seed: int, counter: int
-) -> None:
-    keys, low = noise_keys(seed, counter, x.numel(), x.device) if is_stochastic else (None, None)
+    x: Tensor, out: Tensor, groups: Groups, rotation: int, is_stochastic: bool, seed: int,
+    counters: np.ndarray,
+) -> None:  # fmt: skip
+    keys, low = keys_of(seed, counters, x.numel(), x.device) if is_stochastic else (None, None)
 
     def quantise(rows: Tensor, start: int) -> tuple[Tensor, Tensor]:
         run = _plain("encode_rows", rows, groups.size, rotation, groups.bits, groups.bf16)

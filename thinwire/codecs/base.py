@@ -23,6 +23,7 @@ class Traits:
     contraction: E|C(x) - x|^2 <= (1 - delta) |x|^2 over the random seed, for some delta > 0 and every x.
     linear: packets of one (seed, counter) can be added with `packet_add`, and the sum decodes to the sum of what they
     decode to, up to fp32 rounding; so a sum may travel where otherwise each of its parts must.
+    draws: what is lost depends on the seed and the counter.
     keeps_zeros: runs of this many elements that are exactly zero, and start at a multiple of it (or are the tail),
     decode to exact zeros, if no element of their block is NaN or inf. 1: every zero element; 0: no promise.
     """
@@ -31,6 +32,7 @@ class Traits:
     unbiased: bool = False
     contraction: bool = False
     linear: bool = False
+    draws: bool = False
     keeps_zeros: int = 0
 
 
@@ -116,6 +118,21 @@ class Codec(ABC):
         """
         for x, out, counter in zip(xs, outs, counters, strict=True):
             self.encode(x, seed=seed, counter=counter, out=out)
+
+    def encode_rows(self, rows: Tensor, numbers: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
+        """Pack rows that have a number each: the packet of `encode`, with other draws.
+
+        Integers, powers of two, and rotations of these: element j of row i draws its randomness from (seed, numbers[i]
+        * width + j), so a row is rounded alike whichever rows stand beside it. Other codecs that draw count on from the
+        first row.
+
+        Args:
+            rows: floating [n, width], width a multiple of `block`.
+            numbers: int64 [n].
+            out: uint8 [packet_bytes(n * width)], where the packet is written; a new tensor by default.
+        """
+        first = int(numbers[0]) if len(numbers) else 0
+        return self.encode(rows, seed=seed, counter=first * rows.shape[1], out=out)
 
     @abstractmethod
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:

@@ -81,10 +81,20 @@ class Hadamard(Codec):
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
         if isinstance(self.inner, Integer):
-            return self.inner.encode_rotated(x, rotation=self.block_size, seed=seed, counter=counter, out=out)
+            return self.inner.encode_rotated(x, rotation=self.block_size, seed=seed, counters=[counter], out=out)
+        return self.inner.encode(self._rotated(x), seed=seed, counter=counter, out=out)
+
+    def encode_rows(self, rows: Tensor, numbers: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
+        counters = backends.row_counters(numbers, rows.shape[1], self.block)
+        if isinstance(self.inner, Integer):
+            return self.inner.encode_rotated(rows, rotation=self.block_size, seed=seed, counters=counters, out=out)
+        return self.inner.encode_rows(self._rotated(rows).view(rows.shape), numbers, seed=seed, out=out)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """H x, flat, zero-padded to whole rows."""
         rotated = torch.zeros(self._padded(x.numel()), dtype=torch.float32, device=x.device)
         rotated[: x.numel()] = x.detach().reshape(-1)
-        return self.inner.encode(self.rotate_(rotated), seed=seed, counter=counter, out=out)
+        return self.rotate_(rotated)
 
     def encode_all(
         self, xs: Sequence[Tensor], outs: Sequence[Tensor], *, seed: int = 0, counters: Sequence[int]

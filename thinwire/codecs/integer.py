@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,19 +61,28 @@ class Integer(Grouped):
         if self.rounding == "nearest":
             return Traits(contraction=True, keeps_zeros=1)
         worst = self.group if self.scale == "fp32" else self.group * (1 + 2**-7) ** 2
-        return Traits(unbiased=True, contraction=worst <= 4 * self.levels**2, keeps_zeros=1)
+        return Traits(unbiased=True, contraction=worst <= 4 * self.levels**2, draws=True, keeps_zeros=1)
 
     @property
     def code_bits(self) -> int:
         return self.bits
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
-        return self.encode_rotated(x, rotation=0, seed=seed, counter=counter, out=out)
+        return self.encode_rotated(x, rotation=0, seed=seed, counters=[counter], out=out)
 
-    def encode_rotated(self, x: Tensor, *, rotation: int, seed: int, counter: int, out: Tensor | None) -> Tensor:
-        """Encode H x with Hadamard rows of length `rotation`, 0 for none; x is zero-padded to whole rows."""
+    def encode_rows(self, rows: Tensor, numbers: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
+        counters = backends.row_counters(numbers, rows.shape[1], self.block)
+        return self.encode_rotated(rows, rotation=0, seed=seed, counters=counters, out=out)
+
+    def encode_rotated(
+        self, x: Tensor, *, rotation: int, seed: int, counters: Sequence[int] | np.ndarray, out: Tensor | None
+    ) -> Tensor:
+        """Encode H x with Hadamard rows of length `rotation`, 0 for none; x is zero-padded to whole rows.
+
+        counters: the number of the first element of each equal piece of x.
+        """
         out = backends.packet_buffer(out, self._rotated_bytes(x.numel(), rotation), x.device)
-        self.encode_all_rotated([x], [out], rotation=rotation, seed=seed, counters=[counter])
+        self.encode_all_rotated([x], [out], rotation=rotation, seed=seed, counters=counters)
         return out
 
     def encode_all(
@@ -81,8 +91,9 @@ class Integer(Grouped):
         self.encode_all_rotated(xs, outs, rotation=0, seed=seed, counters=counters)
 
     def encode_all_rotated(
-        self, xs: Sequence[Tensor], outs: Sequence[Tensor], *, rotation: int, seed: int, counters: Sequence[int]
-    ) -> None:
+        self, xs: Sequence[Tensor], outs: Sequence[Tensor], *, rotation: int, seed: int,
+        counters: Sequence[int] | np.ndarray,
+    ) -> None:  # fmt: skip
         """`encode_all` of H x, as `encode_rotated`."""
         flat = [backends.flat_fp32(x) for x in xs]
         num_elements = flat[0].numel()

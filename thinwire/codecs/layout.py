@@ -54,8 +54,7 @@ class Groups(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How a kernel rounds: to nearest, or stochastically by the draws of (seed, counter), both numpy.uint64."""
+    """How a kernel rounds: to nearest, or stochastically by the draws of a seed, numpy.uint64, and counters."""
 
     is_stochastic: bool
     seed: Any
-    counter: Any

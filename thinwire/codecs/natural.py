@@ -12,7 +12,7 @@ from thinwire.codecs import backends, checks, reference
 from thinwire.codecs.base import Traits
 from thinwire.codecs.grouped import SCALES, Grouped
 from thinwire.codecs.integer import ROUNDINGS, WIDTHS
-from thinwire.codecs.random import draws, noise_keys
+from thinwire.codecs.random import draws
 from thinwire.codecs.spelling import Number, Word, spelled
 from thinwire.errors import check_types
 
@@ -59,20 +59,28 @@ class Natural(Grouped):
         if self.rounding == "nearest":
             return Traits(contraction=True, keeps_zeros=1)
         worst = self.group if self.scale == "fp32" else self.group * 1.03
-        return Traits(unbiased=True, contraction=worst <= 8 * 4.0 ** ((1 << self.bits - 1) - 2), keeps_zeros=1)
+        is_contraction = worst <= 8 * 4.0 ** ((1 << self.bits - 1) - 2)
+        return Traits(unbiased=True, contraction=is_contraction, draws=True, keeps_zeros=1)
 
     @property
     def code_bits(self) -> int:
         return self.bits
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
+        return self._encode(x, backends.as_counters([counter]), seed, out)
+
+    def encode_rows(self, rows: Tensor, numbers: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
+        return self._encode(rows, backends.row_counters(numbers, rows.shape[1], self.block), seed, out)
+
+    def _encode(self, x: Tensor, counters: np.ndarray, seed: int, out: Tensor | None) -> Tensor:
+        """counters: the number of the first element of each equal piece of x."""
         flat = backends.flat_fp32(x)
         num, groups = flat.numel(), self.groups
-        rounding = backends.rounding(self.rounding == "stochastic", seed, counter)
+        rounding = backends.rounding(self.rounding == "stochastic", seed)
         out = backends.packet_buffer(out, self.packet_bytes(num), flat.device)
         kernels = backends.numba_module("grouped", flat.device)
         if kernels is None:
-            keys, low = noise_keys(seed, counter, num, flat.device)
+            keys, low = backends.keys_of(seed, counters, num, flat.device)
 
             def quantise(rows: Tensor, start: int) -> tuple[Tensor, Tensor]:
                 random = draws(keys, low + start, rows.numel()).view(rows.shape) if rounding.is_stochastic else None
@@ -83,7 +91,7 @@ class Natural(Grouped):
         scales, codes, rest = backends.sections(out.numpy(), num, groups)
         rest[:] = 0
         scratch = np.empty(min(self.group, num), np.int32), np.empty(min(self.group, num) + 8, np.uint8)
-        kernels.encode_powers(flat.numpy(), scales, codes, groups, rounding, *scratch)
+        kernels.encode_powers(flat.numpy(), scales, codes, groups, rounding, counters, *scratch)
         return out
 
     def _decode(self, packet: Tensor, out: Tensor, *, add: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -64,13 +65,29 @@ def noise_keys(seed: int, counter: int, num_elements: int, device: torch.device 
     draw the opposite of what their bitwise complement draws. The offset, an int64 scalar, is the lower 32 bits of
     `counter`.
     """
-    seed &= MASK64
-    sign, seed = (-1, seed ^ MASK64) if seed >> 63 else (1, seed)
     high, low = (counter & MASK64) >> 32, counter & MASK32
     rows = ((low + max(num_elements, 1) - 1) >> 32) + 1
-    keys = [derive_seed(seed, (high + row) & MASK32) for row in range(rows)]
-    halves = [[key & MASK32, key >> 32, sign] for key in keys]
-    return torch.tensor(halves, dtype=torch.int64, device=device), torch.tensor(low, device=device)
+    keys = _keys(seed, [(high + row) & MASK32 for row in range(rows)])
+    return keys.to(device), torch.tensor(low, device=device)
+
+
+def row_keys(seed: int, counters: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The same for rows of `width` elements, those of row i numbered counters[i], counters[i] + 1, ... modulo 2^64.
+
+    The offset is of each element, int64 [rows * width]. counters: int64 [rows].
+    """
+    numbers = (counters[:, None] + torch.arange(width, device=counters.device)).flatten()
+    high, row = (numbers >> 32 & MASK32).unique(return_inverse=True)
+    place = (row << 32 | numbers & MASK32) - torch.arange(len(numbers), device=counters.device)
+    return _keys(seed, high.tolist()).to(counters.device), place
+
+
+def _keys(seed: int, highs: Sequence[int]) -> Tensor:
+    """The keys of `noise_keys` for some values of the upper 32 bits."""
+    seed &= MASK64
+    sign, seed = (-1, seed ^ MASK64) if seed >> 63 else (1, seed)
+    keys = [derive_seed(seed, high) for high in highs]
+    return torch.tensor([[key & MASK32, key >> 32, sign] for key in keys], dtype=torch.int64)
 
 
 def draws(keys: Tensor, low: Tensor, num_elements: int) -> Tensor:

@@ -69,6 +69,7 @@ class RandomK(Fused):
             unbiased=self.unbiased and inner.unbiased,
             contraction=not self.unbiased and inner.contraction,
             linear=inner.linear,
+            draws=True,
             keeps_zeros=1 if inner.keeps_zeros == 1 else self.every * inner.keeps_zeros,
         )
 

@@ -60,7 +60,9 @@ class LinearSketch(Fused):
 
     @property
     def traits(self) -> Traits:
-        return Traits(unbiased=self.unbiased, contraction=not self.unbiased, linear=True, keeps_zeros=self.group)
+        return Traits(
+            unbiased=self.unbiased, contraction=not self.unbiased, linear=True, draws=True, keeps_zeros=self.group
+        )
 
     @property
     def block(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.codecs import checks, indices
+from thinwire.codecs.base import Traits
 from thinwire.codecs.random import MASK64, derive_seed, draws, noise_keys
 from thinwire.codecs.spelling import Number, percent_of, share_of, spelled
 from thinwire.codecs.topk import TopK
@@ -38,6 +39,11 @@ class Threshold(TopK):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.whole_number("threshold stride", self.stride, 1, self.group)
+
+    @property
+    def traits(self) -> Traits:
+        found = super().traits
+        return replace(found, draws=found.draws or self.stride > 1)
 
     def _least(self, count: int) -> int:
         return -(-4 * count // 5)

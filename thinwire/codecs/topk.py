@@ -55,7 +55,7 @@ class TopK(Fused):
         """
         inner = self.values.traits
         keeps_zeros = self.block if inner.keeps_zeros > 1 else inner.keeps_zeros
-        return Traits(contraction=inner.contraction, keeps_zeros=keeps_zeros)
+        return Traits(contraction=inner.contraction, draws=inner.draws, keeps_zeros=keeps_zeros)
 
     @property
     def count(self) -> int:

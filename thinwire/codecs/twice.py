@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,12 +57,18 @@ class Twice(Codec):
         return 2 * self.repeated.packet_bytes(num_elements)
 
     def encode(self, x: Tensor, *, seed: int = 0, counter: int = 0, out: Tensor | None = None) -> Tensor:
+        return self._encode(x, partial(self.repeated.encode, counter=counter), seed, out)
+
+    def encode_rows(self, rows: Tensor, numbers: Tensor, *, seed: int = 0, out: Tensor | None = None) -> Tensor:
+        return self._encode(rows, partial(self.repeated.encode_rows, numbers=numbers), seed, out)
+
+    def _encode(self, x: Tensor, encode: Callable[..., Tensor], seed: int, out: Tensor | None) -> Tensor:
         if out is None:
             out = torch.empty(self.packet_bytes(x.numel()), dtype=torch.uint8, device=x.device)
         first, second = out.chunk(2)
-        self.repeated.encode(x, seed=seed, counter=counter, out=first)
-        rest = x.detach().reshape(-1).float() - self.repeated.decode(first, x.numel())
-        self.repeated.encode(rest, seed=derive_seed(seed, 1), counter=counter, out=second)
+        encode(x, seed=seed, out=first)
+        rest = x.detach().float() - self.repeated.decode(first, x.numel()).view(x.shape)
+        encode(rest, seed=derive_seed(seed, 1), out=second)
         return out
 
     def decode(self, packet: Tensor, num_elements: int, *, out: Tensor | None = None) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.codecs.random import MASK32
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.together import together
@@ -18,6 +18,8 @@ from thinwire.errors import ConfigError
 
 # Of each number in front of the rows of a message whose receiver does not know how many they are.
 NUMBER_BYTES = 8
+# Of the number of a row that travels with it.
+ROW_NUMBER_BYTES = 4
 
 
 def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all") -> Rounds[Tensor]:
@@ -38,48 +40,69 @@ def all_to_all_nodes(link: Link, sends: Tensor, *, operation: str = "all_to_all"
     return received
 
 
-def rows_bytes(num_rows: int, width: int, dtype: torch.dtype, codec: Codec | None = None) -> int:
-    """Payload of `num_rows` rows in one message."""
+def rows_bytes(
+    num_rows: int, width: int, dtype: torch.dtype, codec: Codec | None = None, *, tells: bool = False
+) -> int:
+    """Payload of `num_rows` rows in one message. tells: with their numbers."""
     exact = num_rows * width * dtype.itemsize
-    return exact if codec is None else codec.packet_bytes(num_rows * width)
+    body = exact if codec is None else codec.packet_bytes(num_rows * width)
+    return body + tells * ROW_NUMBER_BYTES * num_rows
 
 
 @dataclass(frozen=True)
 class RowCodec:
     """How rows become a packet, and come back; all ranks have the same one.
 
-    Where `width` is a multiple of `codec.block`, groups end at a row's end, and a row is rounded alike whichever rows
-    it travels with. Element j of row i draws its randomness from (seed, i * width + j): rows that are numbered over all
-    ranks are rounded alike on any number of ranks. codec: None: the rows' own bytes, in their own dtype.
+    Where `width` is a multiple of `codec.block`, groups end at a row's end. What a row draws follows from its number,
+    see `Codec.encode_rows`. So it is rounded alike whichever rows it travels with.
+
+    codec: None: the rows' own bytes, in their own dtype. tells: numbers travel with their rows, modulo 2^32.
     """
 
     width: int
     dtype: torch.dtype
     codec: Codec | None = None
     seed: int = 0
+    tells: bool = False
 
     def num_bytes(self, num_rows: int) -> int:
         """Bytes of a packet of `num_rows` rows."""
-        return rows_bytes(num_rows, self.width, self.dtype, self.codec)
+        return rows_bytes(num_rows, self.width, self.dtype, self.codec, tells=self.tells)
 
-    def pack(self, rows: Tensor, first: int, out: Tensor) -> Tensor:
+    def pack(self, rows: Tensor, numbers: Tensor, out: Tensor) -> Tensor:
         """Write rows into a packet.
 
         Args:
             rows: contiguous [k, width].
-            first: number of the first row, from which a codec draws.
+            numbers: int64 [k], on the CPU, from which a codec draws.
             out: uint8 [num_bytes(k)].
         """
+        told, body = self._parts(out, len(rows))
+        if self.tells:
+            told.view(torch.int32).copy_(numbers)
         if self.codec is None:
-            return out.copy_(rows.view(-1).view(torch.uint8))
-        return self.codec.encode(rows.view(-1).float(), seed=self.seed, counter=first * self.width, out=out)
+            body.copy_(rows.view(-1).view(torch.uint8))
+        elif not self.codec.traits.draws:
+            self.codec.encode(rows.float(), out=body)
+        else:
+            self.codec.encode_rows(rows.float(), numbers, seed=self.seed, out=body)
+        return out
 
-    def unpack(self, packet: Tensor, out: Tensor) -> None:
-        """Fill `out` with the rows of a packet.
+    def _parts(self, packet: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """The bytes of the numbers of rows in a packet, and of the rows."""
+        at = self.tells * ROW_NUMBER_BYTES * num_rows
+        return packet[:at], packet[at:]
+
+    def unpack(self, packet: Tensor, out: Tensor, numbers: Tensor) -> None:
+        """Fill `out` with the rows of a packet, and `numbers` with theirs if they have travelled.
 
         Shape:
-            packet: uint8 [num_bytes(k)]. out: contiguous [k, width].
+            packet: uint8 [num_bytes(k)]. out: contiguous [k, width]. numbers: int64 [k], on the CPU.
         """
+        told, packet = self._parts(packet, len(out))
+        if self.tells:
+            numbers.copy_(told.view(torch.int32))
+            numbers.bitwise_and_(MASK32)
         flat = out.view(-1)
         if self.codec is None:
             flat.view(torch.uint8).copy_(packet)
@@ -88,13 +111,13 @@ class RowCodec:
         elif len(flat):
             flat.copy_(self.codec.decode(packet, len(flat)))
 
-    def carry(self, rows: Tensor, first: int, out: Tensor) -> None:
+    def carry(self, rows: Tensor, numbers: Tensor, out: Tensor) -> None:
         """Fill `out` with the rows as if they had travelled."""
         if self.codec is None or not len(rows):
             out.copy_(rows)
             return
         packet = torch.empty(self.num_bytes(len(rows)), dtype=torch.uint8, device=rows.device)
-        self.unpack(self.pack(rows, first, packet), out)
+        self.unpack(self.pack(rows, numbers, packet), out, numbers.clone())
 
 
 @dataclass
@@ -119,7 +142,7 @@ def all_to_all_rows(
     codec: Codec | None = None,
     *,
     seed: int = 0,
-    first_rows: Sequence[int] | None = None,
+    numbers: Tensor | None = None,
     rounds_own: bool = False,
     operation: str = "all_to_all",
 ) -> Rounds[Tensor]:
@@ -129,7 +152,7 @@ def all_to_all_rows(
         rows: to rank 0, then to rank 1, and so on; read until the job ends.
         counts: rows to each rank. receives: rows from each rank.
         codec, seed: see RowCodec.
-        first_rows: number of the first row to each rank; by default the rows of `rows` are counted from 0.
+        numbers: int64 [n], on the CPU, of the rows; by default 0, 1, ...
         rounds_own: the rows that stay here are rounded, too.
         operation: name in the meter.
 
@@ -139,56 +162,60 @@ def all_to_all_rows(
 
     Raises ConfigError for counts that do not fit `rows`, the ranks, or `receives`.
     """
+    how = RowCodec(rows.shape[1], rows.dtype, codec, seed)
+    found, _ = yield from all_to_all_numbered(
+        link, rows, counts, receives, how, numbers, rounds_own=rounds_own, operation=operation
+    )
+    return found
+
+
+def all_to_all_numbered(
+    link: Link, rows: Tensor, counts: Sequence[int], receives: Sequence[int], how: RowCodec,
+    numbers: Tensor | None = None, *, rounds_own: bool = False, operation: str = "all_to_all",
+) -> Rounds[tuple[Tensor, Tensor]]:  # fmt: skip
+    """`all_to_all_rows` that also returns the numbers of the rows that came, int64 [m]; 0 if `how` does not tell."""
     own, blocks = link.rank, _blocks(link, rows, counts)
     if len(receives) != len(counts) or receives[own] != counts[own]:
         raise ConfigError(f"receives {list(receives)} does not fit counts {list(counts)} on rank {own}")
-    how, first_rows = RowCodec(rows.shape[1], rows.dtype, codec, seed), first_rows or [0, *accumulate(counts)]
+    numbers_to = _numbers(rows, numbers).split(list(counts))
+    is_plain = how.codec is None and not how.tells
 
     def packed(peer: int) -> Tensor:
-        if codec is None:
+        if is_plain:
             return blocks[peer].view(-1).view(torch.uint8)
         packet = link.scratch(f"rows to {peer}", how.num_bytes(counts[peer]), device=rows.device)
-        return how.pack(blocks[peer], first_rows[peer], packet)
+        return how.pack(blocks[peer], numbers_to[peer], packet)
 
-    result = rows.new_empty(sum(receives), rows.shape[1])
-    parts = result.split(list(receives))
+    result, told = rows.new_empty(sum(receives), rows.shape[1]), torch.zeros(sum(receives), dtype=torch.int64)
+    parts, numbers_of = result.split(list(receives)), told.split(list(receives))
+    numbers_of[own].copy_(numbers_to[own])
     staying = how if rounds_own else replace(how, codec=None)
     # Rows that travel as they are arrive where they stay.
     room = {
         peer: parts[peer].view(-1).view(torch.uint8)
-        if codec is None
+        if is_plain
         else link.scratch(f"rows from {peer}", how.num_bytes(num_rows), device=rows.device)
         for peer, num_rows in enumerate(receives)
         if num_rows and peer != own
     }
     sends = {peer: partial(packed, peer) for peer, num_rows in enumerate(counts) if num_rows and peer != own}
-    stay = partial(staying.carry, blocks[own], first_rows[own], parts[own])
+    stay = partial(staying.carry, blocks[own], numbers_to[own], parts[own])
     yield from _swap(link, sends, room, operation, meanwhile=stay)
 
-    def unpack() -> Tensor:
+    def unpack() -> None:
         for peer, packet in room.items():
-            how.unpack(packet, parts[peer])
-        return result
+            how.unpack(packet, parts[peer], numbers_of[peer])
 
-    if codec is None:
-        return result
-    return (yield from link.work("decode_s", operation, unpack))
+    if not is_plain:
+        yield from link.work("decode_s", operation, unpack)
+    return result, told
 
 
 def all_to_all_counted(
-    link: Link,
-    rows: Tensor,
-    counts: Sequence[int],
-    notes: Tensor,
-    room: Room,
-    codec: Codec | None = None,
-    *,
-    seed: int = 0,
-    first_rows: Sequence[int] | None = None,
-    rounds_own: bool = False,
-    operation: str = "all_to_all",
-) -> Rounds[tuple[Tensor, list[int], Tensor]]:
-    """`all_to_all_rows` where a rank does not know how many rows come: numbers travel in front of them.
+    link: Link, rows: Tensor, counts: Sequence[int], notes: Tensor, room: Room, how: RowCodec,
+    numbers: Tensor | None = None, *, rounds_own: bool = False, operation: str = "all_to_all",
+) -> Rounds[tuple[Tensor, Tensor, list[int], Tensor]]:  # fmt: skip
+    """`all_to_all_numbered` where a rank does not know how many rows come: notes travel in front of them.
 
     A message has room for as many rows as both ends expect; the rows above that follow in a second message. So rows
     that vary little from step to step take one message. A message carries no rows but those that are there.
@@ -196,35 +223,35 @@ def all_to_all_counted(
     Args:
         notes: int64 [ranks, n], on the CPU; numbers for each rank.
         room: what both ends expect.
-        rows, counts, codec, seed, first_rows, rounds_own, operation: see all_to_all_rows.
+        rows, counts, how, numbers, rounds_own, operation: see all_to_all_rows.
 
-    Returns the rows, how many came from each rank, and the notes from each rank, [ranks, n]. Raises ConfigError for
-    counts that do not fit `rows` or the ranks.
+    Returns the rows, their numbers, how many came from each rank, and the notes from each rank, [ranks, n]. Raises
+    ConfigError for counts that do not fit `rows` or the ranks.
     """
     own, blocks, device = link.rank, _blocks(link, rows, counts), rows.device
-    how, first_rows = RowCodec(rows.shape[1], rows.dtype, codec, seed), first_rows or [0, *accumulate(counts)]
+    numbers_to = _numbers(rows, numbers).split(list(counts))
     head = NUMBER_BYTES * (1 + notes.shape[1])
     others = [peer for peer in range(len(counts)) if peer != own]
     expected = {peer: room.to.get(peer, 0) for peer in others}
 
-    def numbers(message: Tensor) -> Tensor:
+    def noted(message: Tensor) -> Tensor:
         return message[:head].view(torch.int64)
 
     def length(message: Tensor) -> int:
-        return min(message.numel(), head + how.num_bytes(int(numbers(message)[0])))
+        return min(message.numel(), head + how.num_bytes(int(noted(message)[0])))
 
     def first_message(peer: int) -> Tensor:
         fit = min(counts[peer], expected[peer])
         # Both ends name the largest size; only its beginning travels.
         message = link.scratch(f"rows to {peer}", head + how.num_bytes(expected[peer]), device=device)
-        numbers(message).copy_(torch.tensor([counts[peer], *notes[peer].tolist()]))
-        how.pack(blocks[peer][:fit], first_rows[peer], message[head : head + how.num_bytes(fit)])
+        noted(message).copy_(torch.tensor([counts[peer], *notes[peer].tolist()]))
+        how.pack(blocks[peer][:fit], numbers_to[peer][:fit], message[head : head + how.num_bytes(fit)])
         return message
 
     def second_message(peer: int) -> Tensor:
         rest = blocks[peer][expected[peer] :]
         packet = link.scratch(f"more rows to {peer}", how.num_bytes(len(rest)), device=device)
-        return how.pack(rest, first_rows[peer] + expected[peer], packet)
+        return how.pack(rest, numbers_to[peer][expected[peer] :], packet)
 
     begun = {
         peer: link.scratch(f"rows from {peer}", head + how.num_bytes(room.of.get(peer, 0)), device=device)
@@ -234,12 +261,12 @@ def all_to_all_counted(
     stay: Callable[[], None] | None = None
     if rounds_own:
         stays = torch.empty_like(stays)
-        stay = partial(how.carry, blocks[own], first_rows[own], stays)
+        stay = partial(how.carry, blocks[own], numbers_to[own], stays)
     firsts = {peer: partial(first_message, peer) for peer in others}
     yield from _swap(link, firsts, begun, operation, length, meanwhile=stay)
     came, theirs = list(counts), notes.clone()
     for peer, message in begun.items():
-        count, *told = numbers(message).tolist()
+        count, *told = noted(message).tolist()
         came[peer], theirs[peer] = count, torch.tensor(told)
     there = {peer: min(came[peer], room.of.get(peer, 0)) for peer in others}
     rest = {
@@ -251,20 +278,25 @@ def all_to_all_counted(
     # Without any, too: a job that goes on among other ranks must be in the same round on all.
     yield from _swap(link, late, rest, operation)
     room.note(counts, came)
+    result, told_numbers = rows.new_empty(sum(came), rows.shape[1]), torch.zeros(sum(came), dtype=torch.int64)
 
-    def unpack() -> Tensor:
-        result = rows.new_empty(sum(came), rows.shape[1])
-        for peer, out in enumerate(result.split(came)):
+    def unpack() -> None:
+        for peer, (out, told) in enumerate(zip(result.split(came), told_numbers.split(came), strict=True)):
             if peer == own:
                 out.copy_(stays)
+                told.copy_(numbers_to[own])
                 continue
             fit = there[peer]
-            how.unpack(begun[peer][head : head + how.num_bytes(fit)], out[:fit])
+            how.unpack(begun[peer][head : head + how.num_bytes(fit)], out[:fit], told[:fit])
             if peer in rest:
-                how.unpack(rest[peer], out[fit:])
-        return result
+                how.unpack(rest[peer], out[fit:], told[fit:])
 
-    return (yield from link.work("decode_s", operation, unpack)), came, theirs
+    yield from link.work("decode_s", operation, unpack)
+    return result, told_numbers, came, theirs
+
+
+def _numbers(rows: Tensor, numbers: Tensor | None) -> Tensor:
+    return torch.arange(len(rows)) if numbers is None else numbers
 
 
 def _blocks(link: Link, rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:

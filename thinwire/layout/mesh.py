@@ -53,6 +53,14 @@ def check_beside(axis: str, others: Collection[str]) -> None:
         raise ConfigError(f"a mesh with {axis} beside {listed}: not supported; nearest: {axis} and data alone")
 
 
+def axes_of(text: str | None) -> Collection[str]:
+    """The axes of a mesh by its text; none for text that can't be read, which is refused elsewhere."""
+    try:
+        return MeshShape.parse(text).sizes if text else ()
+    except ConfigError:
+        return ()
+
+
 @dataclass(frozen=True)
 class MeshShape:
     """The lengths of a mesh's axes, from the outside in."""
@@ -61,7 +69,10 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
-        """Parse text such as "data=2,tensor=2", in any order. Raises ConfigError that names the part it can't read."""
+        """Parse text such as "data=2,tensor=2", in any order; an axis of 1 rank is none, except that of islands.
+
+        Raises ConfigError that names the part it can't read.
+        """
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, size = (word.strip() for word in part.partition("="))
@@ -71,7 +82,8 @@ class MeshShape:
                 raise ConfigError(f"--mesh {text}: the axis {name} is stated twice")
             check_axis(name)
             sizes[name] = int(size)
-        return cls({"data": 1} | sizes if "data" not in sizes else sizes).in_order()
+        kept = {name: size for name, size in sizes.items() if size > 1 or name == "island"}
+        return cls({NEEDED: 1} | kept).in_order()
 
     def in_order(self) -> MeshShape:
         """The same axes from the outside in."""

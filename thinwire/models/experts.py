@@ -68,7 +68,7 @@ class Experts(nn.Module):
             top_k_index: int64 [tokens, k]; `num_experts` means no expert.
             top_k_weights: [tokens, k].
         """
-        work = between_ranks(self.row_hooks, self.work)
+        work = between_ranks(self.row_hooks, lambda rows, order: self.work(rows, order.counts))
         return mixed(x, top_k_index, top_k_weights, self.num_experts, self.weigh_inputs, work)
 
     def work(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -86,19 +86,19 @@ class Experts(nn.Module):
         return self.row_hooks.run("before_combine", swiglu(there, counts, weights))
 
 
-def between_ranks(hooks: RowHooks, work: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def between_ranks(hooks: RowHooks, work: Callable[[Tensor, Order], Tensor]) -> Callable[[Tensor, Order], Tensor]:
     """Work on rows, with the hooks of the tokens' rank around it."""
-    return lambda rows, counts: hooks.run("after_combine", work(hooks.run("before_dispatch", rows), counts))
+    return lambda rows, order: hooks.run("after_combine", work(hooks.run("before_dispatch", rows), order))
 
 
 def mixed(
     x: Tensor, index: Tensor, weights: Tensor, num_experts: int, weigh_inputs: bool,
-    work: Callable[[Tensor, Tensor], Tensor],
+    work: Callable[[Tensor, Order], Tensor],
 ) -> Tensor:  # fmt: skip
     """The weighted sum over each token's experts, see Experts.
 
     Args:
-        work: (rows sorted by expert, their counts) -> the experts' outputs.
+        work: (rows sorted by expert, their order) -> the experts' outputs.
 
     Shape:
         x: [tokens, hidden]. index: int64 [tokens, k]. weights: [tokens, k].
@@ -107,8 +107,8 @@ def mixed(
     of_rows = weights.flatten()[order.choices, None]
     rows = order.encode(x)
     if weigh_inputs:
-        return order.decode(work((rows * of_rows).to(x.dtype), order.counts), len(x)).to(x.dtype)
-    return order.decode(work(rows, order.counts) * of_rows, len(x)).to(x.dtype)
+        return order.decode(work((rows * of_rows).to(x.dtype), order), len(x)).to(x.dtype)
+    return order.decode(work(rows, order) * of_rows, len(x)).to(x.dtype)
 
 
 def dtype_of_work(rows: Tensor, weight: Tensor) -> torch.dtype:

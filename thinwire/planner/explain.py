@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError, Problems
+from thinwire.layout.mesh import axes_of
 from thinwire.methods.experts import averages_apart
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.outer.base import IslandsMethod
@@ -197,7 +198,7 @@ def expert_ways(
     asked: ExplainConfig, laid: LaidOut, methods: Sequence[Method], rate: float | None, local_rate: float | None
 ) -> list[ExpertWay]:
     """The ways of a mixture's rows beside each other, for one strategy, where options of experts are stated."""
-    is_asked = EXPERTS in asked.tables or "expert" in (asked.mesh or "")
+    is_asked = EXPERTS in asked.tables or "expert" in axes_of(asked.mesh)
     if not is_asked or len(methods) != 1 or not averages_apart(methods[0]) or mixture_of(laid.whole) is None:
         return []
     has_other_axes = laid.shape.pipeline * laid.shape.tensor > 1 or asked.memory is not None

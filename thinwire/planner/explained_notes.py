@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.collectives import Topology
 from thinwire.cost import Network
 from thinwire.flags import flag
-from thinwire.layout.mesh import MeshShape
+from thinwire.layout.mesh import MeshShape, axes_of
 from thinwire.losses import loss_in_effect
 from thinwire.methods.interface import Method, MethodPlan
 from thinwire.methods.sequence import SequenceParallel, Shape, facts
@@ -150,8 +150,8 @@ def notes_on(config: ExplainConfig, names: list[str], counts: bool, searched: bo
     used = {strategy_table(name) for name in names}
     used |= {model_table(config.model)} if config.parameters is None else set()
     used |= {table for table in (SEQUENCE, EXPERTS) if config.tables.get(table, {}).get("parallel", 1) > 1}
-    used |= {EXPERTS} if "expert" in (config.mesh or "") else set()
-    used |= {PIPELINE} if config.stages is not None or "pipeline" in (config.mesh or "") else set()
+    used |= {EXPERTS} if "expert" in axes_of(config.mesh) else set()
+    used |= {PIPELINE} if config.stages is not None or "pipeline" in axes_of(config.mesh) else set()
     used |= {RESIDENCY} if config.memory is not None else set()
     for table in sorted(config.tables.keys() - used):
         for option in config.tables[table]:

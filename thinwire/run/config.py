@@ -182,7 +182,7 @@ class TrainConfig:
                 if stated not in (None, shape.sizes.get(axis, 1))
             ]:
                 raise ConfigError(*twice)
-            return shape
+            return shape if self._has_islands or shape.sizes.get("island") != 1 else shape.without_islands()
         asked = {axis: (option, stated or 1) for axis, (option, stated) in self._asked.items()}
         several = {axis: pair for axis, pair in asked.items() if pair[1] > 1}
         if not go_together(several):

@@ -12,6 +12,7 @@ from thinwire.codecs import Codec
 from thinwire.cost import Links
 from thinwire.data import TokenFile, Tokenizer, prepare
 from thinwire.errors import ConfigError, Problems, nearest_divisor
+from thinwire.layout.mesh import axes_of
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method
 from thinwire.methods.memory import Residency, read_bytes
@@ -195,10 +196,10 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     """The tables of options that have an effect in this run."""
     table = model_table(config.model)
     model = {table} if table else set()
-    has_stages = config.stages not in (None, 1) or "pipeline" in (config.mesh or "")
+    has_stages = config.stages not in (None, 1) or "pipeline" in axes_of(config.mesh)
     stages = {PIPELINE} if has_stages else set()
-    sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in (config.mesh or "") else set()
-    has_experts = (config.experts or 1) > 1 or config.finds_expert_ranks or "expert" in (config.mesh or "")
+    sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in axes_of(config.mesh) else set()
+    has_experts = (config.experts or 1) > 1 or config.finds_expert_ranks or "expert" in axes_of(config.mesh)
     experts = {EXPERTS} if has_experts else set()
     asked = config.tables.get(RESIDENCY) or any(getattr(config, name) for name in FLAT)
     resident = {RESIDENCY} if asked else set()

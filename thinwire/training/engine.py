@@ -22,6 +22,7 @@ from thinwire.compose import parallelize
 from thinwire.data import BatchLoader, Tokenizer, documents_of, heldout_batches, load_tokenizer
 from thinwire.data.loader import IGNORED
 from thinwire.device import Device
+from thinwire.hosts.experts import ExpertRanks
 from thinwire.hosts.offload.hollow import any_values, hollow
 from thinwire.hosts.pipeline.forward import LastLogits
 from thinwire.layout.layers import layers_of
@@ -36,7 +37,7 @@ from thinwire.models.capacity import RowLoad
 from thinwire.models.distil import Distillation
 from thinwire.models.first import FirstWeights
 from thinwire.models.hf import hollow_hf
-from thinwire.models.llama import Llama
+from thinwire.models.llama import Llama, positions_in
 from thinwire.models.moe import MoELlama
 from thinwire.models.tensor import cut_over
 from thinwire.options import model_table
@@ -241,6 +242,8 @@ class Engine:
             self.optimizer.note_sequences(self._numbers[-1])
         if isinstance(self.model, MoELlama):
             self.model.draws = derive_seed(self.config.seed, self.optimizer.steps), self._numbers[-1]
+        if self.stage.experts is not None:
+            self.stage.experts.tokens = partial(self._token_numbers, self.stage.experts, self._numbers[-1])
         if self.end is not None:
             *batch, weight = batch
             if isinstance(self.model, MoELlama):
@@ -252,6 +255,14 @@ class Engine:
                 loss = loss * weight.to(loss) if weight else torch.nan_to_num(loss, nan=0.0)
         self._forward_s += time.perf_counter() - start
         return loss
+
+    def _token_numbers(self, experts: ExpertRanks, sequences: Tensor, num: int) -> Tensor:
+        """Numbers of this rank's `num` tokens, int64 [num]: the same on any ranks for the tokens of these sequences."""
+        if not self.model.training:
+            return experts.wire.own_tokens(num)
+        shared, tokens = self.stage.sequence, torch.zeros(1, num // len(sequences), dtype=torch.int64)
+        positions = positions_in(tokens) if shared is None else shared.positions(tokens)
+        return (sequences[:, None] * self.config.seq_len + positions).flatten()
 
     @torch.no_grad()
     def next_loss(self) -> float:

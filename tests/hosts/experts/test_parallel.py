@@ -23,6 +23,7 @@ from thinwire.hosts.experts.trip import Trip
 from thinwire.methods.experts import Rows, sent
 from thinwire.methods.experts.choice import moves_of
 from thinwire.models.moe import Experts, MoE, MoEConfig
+from thinwire.models.order import Order
 from thinwire.models.row_hooks import EVENTS
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=48)
@@ -112,16 +113,18 @@ def rounded(rank: int, ranks: int, route: Any, chunks: int = 1, back: Any = "sam
         chunks=chunks,
         chunks_back=back,
         dispatch="int8/32",
-        combine="int4/16:nearest",
+        combine="int4/16",
         gradients="int4/32",
     )
     ep = thinwire.expert_parallel(model, asked, local_size=2)
     x, index, _ = inputs()[rank]
-    rows = x.detach().repeat_interleave(2, 0)[index.flatten().argsort(stable=True)].requires_grad_()
-    out = Trip(ep.wire, torch.bincount(index.flatten(), minlength=8)).through(rows, lambda rows, _: rows)
+    order = Order.of(index, 8)
+    rows = order.encode(x.detach()).requires_grad_()
+    numbers = ep.wire.row_numbers(order, sum(TOKENS[:rank]) + torch.arange(TOKENS[rank]))
+    out = Trip(ep.wire, order.counts, numbers).through(rows, lambda rows, _: rows)
     (out * torch.arange(1.0, 1 + out.numel(), dtype=torch.float64).view_as(out).cos()).sum().backward()
     ep.close()
-    return [out.detach(), rows.grad]
+    return [out.detach(), torch.as_tensor(rows.grad)]
 
 
 def switched(rank: int) -> float:

@@ -128,11 +128,15 @@ def _powers(x: Array, start: U64, size: U64, scale: F32, levels: I32, draws: Arr
 
 @kernel
 def encode_powers(
-    x: Array, scales: Array, out: Array, groups: Groups, rounding: Rounding, draws: Array, codes: Array
+    x: Array, scales: Array, out: Array, groups: Groups, rounding: Rounding, counters: Array, draws: Array, codes: Array
 ) -> None:
-    """Flat fp32 x -> scales (int32 or int16 bits) and codes. draws: int32, one group; codes: uint8, one group."""
+    """Flat fp32 x -> scales (int32 or int16 bits) and codes.
+
+    counters: uint64, the number of the first element of each of the equal pieces of x. draws: int32, one group; codes:
+    uint8, one group.
+    """
     bits, shift, num, group, at = groups.bits, groups.shift, np.uint64(x.size), np.uint64(groups.size), ZERO
-    levels = np.int32((1 << (bits - 1)) - 1)
+    levels, piece = np.int32((1 << (bits - 1)) - 1), num // max(np.uint64(counters.size), ONE)
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])
     if not rounding.is_stochastic:
         for j in range(np.uint64(draws.size)):
@@ -148,7 +152,8 @@ def encode_powers(
                 out[at + j] = np.uint8(0)
         else:
             if rounding.is_stochastic:
-                fill_draws(draws, size, rounding.seed, rounding.counter + start)
+                at_piece = start // piece
+                fill_draws(draws, size, rounding.seed, counters[at_piece] + (start - at_piece * piece))
             scale = np.int32(stored << shift).view(np.float32)
             if bits == 8:
                 _powers(x, start, size, scale, levels, draws, out, at)

@@ -132,7 +132,8 @@ def _encode_one(
     groups: Groups,
     block: U64,
     rounding: Rounding,
-    counter: U64,
+    counters: Array,
+    number: U64,
     rows: Array,
     work: Array,
     codes: Array,
@@ -149,7 +150,7 @@ def _encode_one(
         num = (num + block - ONE) // block * block
     block_scale = row_scale(block)
     lane_shift, lane_bytes = np.uint64(LANE_SHIFT[bits]), np.uint64(LANE_BYTES[bits])
-    drawn, origin, room = ZERO, ZERO, group
+    drawn, origin, room, piece = ZERO, ZERO, group, num // max(np.uint64(counters.shape[1]), ONE)
     if rounding.is_stochastic:
         room = max(group, (np.uint64(dithers.size) - FOUR) // group * group)
     for index in range((num + group - ONE) // group):
@@ -158,9 +159,11 @@ def _encode_one(
         width = (size + (ONE << lane_shift) - ONE) >> lane_shift
         if rounding.is_stochastic and start + size > drawn:
             # For many groups at once, as far as the scratch goes.
-            drawn, parity = min(start + room, num), (counter + start) & ONE
-            fill_dithers(words, drawn - start, rounding.seed, counter + start)
-            origin = start - parity
+            at_piece = start // piece
+            first_of, end_of = at_piece * piece, (at_piece + ONE) * piece
+            drawn, counter = min(start + room, min(end_of, num)), counters[number, at_piece] + (start - first_of)
+            fill_dithers(words, drawn - start, rounding.seed, counter)
+            origin = start - (counter & ONE)
         first = start - origin
         mark = np.int32(0)
         if block:
@@ -206,17 +209,17 @@ def encode(
 
     A group in which the rotation would blur zeros is left as it is, and the sign bit of its scale is set.
 
-    tensors, packets: uint64, where each lies. counters: uint64, the number of each tensor's first element. codes_at:
-    where codes follow the scales. num_bytes: of a packet. block: elements of a Hadamard row, 0 for none. Scratch: rows,
-    fp32, one group; work, fp32, 3 Hadamard rows; codes, uint8, one group; words, uint32, half a group or more and one
-    at each end; dithers, int16: the same memory between.
+    tensors, packets: uint64, where each lies. counters: uint64 [tensors, pieces], the number of the first element of
+    each of a tensor's equal pieces. codes_at: where codes follow the scales. num_bytes: of a packet. block: elements of
+    a Hadamard row, 0 for none. Scratch: rows, fp32, one group; work, fp32, 3 Hadamard rows; codes, uint8, one group;
+    words, uint32, half a group or more and one at each end; dithers, int16: the same memory between.
     """
     length, codes_at, block = np.uint64(length), np.uint64(codes_at), np.uint64(block)
     for number in range(np.uint64(packets.size)):
         packet = packets[number]
         end = _encode_one(
-            floats_at(tensors[number]), length, packet, codes_at, groups, block, rounding, counters[number], rows, work,
-            codes, words, dithers,
+            floats_at(tensors[number]), length, packet, codes_at, groups, block, rounding, counters, number, rows,
+            work, codes, words, dithers,
         )  # fmt: skip
         for j in range(end, np.uint64(num_bytes)):
             bytes_at(packet)[j] = np.uint8(0)

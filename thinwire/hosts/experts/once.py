@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from thinwire.hosts.experts.trip import ExpertWire, Trip
 from thinwire.methods.experts.traffic import number_size, numbers_bytes
 from thinwire.models.experts import Experts, dtype_of_work, mixed
 from thinwire.models.fused import FusedExperts
+from thinwire.models.order import Order
 from thinwire.models.row_hooks import row_hooks
 from thinwire.models.seam import module_of
 
@@ -38,26 +38,31 @@ class Once:
     exact: ExpertWire
     inner: ExpertWire
 
-    def forward(self, experts: Experts | FusedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """See Experts. A collective."""
+    def forward(
+        self, experts: Experts | FusedExperts, x: Tensor, index: Tensor, weights: Tensor, tokens: Tensor
+    ) -> Tensor:
+        """See Experts. A collective. tokens: see ExpertWire.row_numbers."""
         num_nodes, per_node, top_k = self.outer.placement.experts, self.inner.placement.experts, index.shape[1]
         node = index // per_node
         enters = (node[:, None] == torch.arange(num_nodes, device=x.device)[:, None]).any(-1)
         at, token = enters.t().nonzero(as_tuple=True)
-        counts = enters.sum(0)
+        order = Order(token, token, enters.sum(0))
         # Its experts elsewhere are none here.
         own = torch.where(node[token] == at[:, None], index[token] - at[:, None] * per_node, per_node)
-        work = partial(work_on, self.inner, experts)
+
+        def work(rows: Tensor, order: Order) -> Tensor:
+            return work_on(self.inner, experts, rows, order.counts)
 
         def of_node(there: Tensor, _: Tensor) -> Tensor:
-            trip = Trip(self.exact, counts)
+            trip = Trip(self.exact, order.counts)
             told = Tell.apply(trip, weights[token], own, per_node)
             weights_there, own_there = Came.apply(trip, top_k, per_node, told)
             return mixed(there, own_there.long(), weights_there, per_node, experts.weigh_inputs, work)
 
         hooks = row_hooks(module_of(experts))
         rows = hooks.run("before_dispatch", x[token].to(dtype_of_work(x, experts.weights[0])))
-        back = hooks.run("after_combine", Trip(self.outer, counts).through(rows, of_node))
+        trip = Trip(self.outer, order.counts, self.outer.row_numbers(order, tokens))
+        back = hooks.run("after_combine", trip.through(rows, of_node))
         return back.new_zeros(len(x), x.shape[1]).index_add(0, token, back).to(x.dtype)
 
 
@@ -110,12 +115,13 @@ def apart(both: Tensor, top_k: int, most: int) -> tuple[Tensor, Tensor]:
 
 
 def work_on(
-    wire: ExpertWire, experts: Experts | FusedExperts, rows: Tensor, counts: Tensor, weights: tuple[Tensor, ...] = ()
-) -> Tensor:
+    wire: ExpertWire, experts: Experts | FusedExperts, rows: Tensor, counts: Tensor,
+    weights: tuple[Tensor, ...] = (), numbers: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Send rows, sorted by expert, to the experts of a wire's ranks, and return the experts' outputs. A collective.
 
-    weights: the weights of this rank's experts; by default its own part.
+    weights: the weights of this rank's experts; by default its own part. numbers: see Trip.
     """
     weights = weights or experts.weights
     rows = rows.to(dtype_of_work(rows, weights[0]))
-    return Trip(wire, counts).through(rows, lambda rows, counts: experts.product(rows, counts, weights))
+    return Trip(wire, counts, numbers).through(rows, lambda rows, counts: experts.product(rows, counts, weights))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.checkpoint import Piece, Share
+from thinwire.codecs.random import GAMMA, MASK32
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.hosts.experts.checks import check_experts
@@ -31,6 +32,7 @@ from thinwire.models.experts import Experts, between_ranks, mixed
 from thinwire.models.fused import FusedExperts
 from thinwire.models.kept import KeptValues
 from thinwire.models.moe import MoE
+from thinwire.models.order import Order
 from thinwire.models.row_hooks import row_hooks
 from thinwire.models.seam import experts_of, module_of
 from thinwire.optim.dion import FACTOR
@@ -57,6 +59,8 @@ class ExpertRanks:
         replicas: global ranks that hold the same experts as this one.
         kept_bits: of pruned experts, see KeptBits.
         modules: the experts of each layer.
+        tokens: (n) -> which tokens of the global batch are the n tokens of a forward on this rank, int64 [n]. What rows
+            draw follows from these numbers. None: each rank has as many tokens, in the order of ranks.
         shapes: of the whole tensors of experts, by name, see `tensors_of`.
     """
 
@@ -77,6 +81,7 @@ class ExpertRanks:
         self._kept: dict[tuple[nn.Module, str], Gathered] = {}
         self.kept_bits: dict[nn.Module, KeptBits] = {}
         self.modules: list[nn.Module] = []
+        self.tokens: Callable[[int], Tensor] | None = None
 
     @property
     def members(self) -> list[int]:
@@ -126,17 +131,29 @@ class ExpertRanks:
     def forward(self, experts: Experts | FusedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum over each token's experts, see Experts; `watch` takes the time. A collective."""
         x = self.watch.begins(x)
+        layer = self.modules.index(module_of(experts))
+        own = self.wire.own_tokens(len(x)) if self.tokens is None else self.tokens(len(x))
+        tokens = own + (layer * GAMMA & MASK32)
         if self.once is not None:
-            return self.watch.ends(self.once.forward(experts, x, index, weights))
-        work = between_ranks(row_hooks(module_of(experts)), partial(self.work, experts))
-        return self.watch.ends(mixed(x, index, weights, experts.num_experts, experts.weigh_inputs, work))
+            return self.watch.ends(self.once.forward(experts, x, index, weights, tokens))
+
+        def work(rows: Tensor, order: Order) -> Tensor:
+            return self.work(experts, rows, order.counts, self.wire.row_numbers(order, tokens))
+
+        between = between_ranks(row_hooks(module_of(experts)), work)
+        return self.watch.ends(mixed(x, index, weights, experts.num_experts, experts.weigh_inputs, between))
 
     def group_for(self, name: str, tensor: Tensor) -> list[int] | None:
         """The `group_for` of `thinwire.zero`: the ranks that hold replicas of a parameter or buffer; None: all."""
         return self.replicas if name in self.shapes else None
 
-    def work(self, experts: Experts | FusedExperts, rows: Tensor, counts: Tensor) -> Tensor:
-        """The experts' outputs for this rank's rows, which are sorted by expert; see `Experts.work`. A collective."""
+    def work(
+        self, experts: Experts | FusedExperts, rows: Tensor, counts: Tensor, numbers: Tensor | None = None
+    ) -> Tensor:
+        """The experts' outputs for this rank's rows, which are sorted by expert; see `Experts.work`. A collective.
+
+        numbers: see Trip.
+        """
         placement, comm, move = self.placement, self.comm, self.options.move
         weights: Sequence[Tensor] = experts.weights
         kept = self._kept_of(experts) if torch.is_grad_enabled() else None
@@ -148,7 +165,7 @@ class ExpertRanks:
             first = comm.rank - comm.rank % gathered
             group = range(first, first + gathered)
             weights = Gather.apply(self.wire, group, placement.inside(gathered), kept, None, *weights)
-        return work_on(self.wire, experts, rows, counts, tuple(weights))
+        return work_on(self.wire, experts, rows, counts, tuple(weights), numbers)
 
     @contextmanager
     def whole(self, model: nn.Module | None = None) -> Iterator[None]:

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, derive_seed
+from thinwire.codecs.random import MASK32
 from thinwire.collectives import Communicator
-from thinwire.collectives.all_to_all import Room, RowCodec, all_to_all_counted, all_to_all_rows
+from thinwire.collectives.all_to_all import Room, RowCodec, all_to_all_counted, all_to_all_numbered
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.two_hops import Rooms, all_to_all_two_hops
 from thinwire.methods.experts import ExpertPlacement
+from thinwire.models.order import Order
 
 T = TypeVar("T")
-# Rows are numbered over all ranks: the numbers of each rank begin at a multiple of this.
-NUMBERS_OF_A_RANK = 1 << 24
 
 
 @dataclass
@@ -34,8 +34,7 @@ class ExpertWire:
         first, step: member i is number first + i step among all ranks that train the model.
         seed: of the codecs. Every forward uses the same seed, so that a recomputed forward gives the same result. Each
             message of gradients uses another, counted in `num_drawn`. Randomness depends on the seed and on the rows'
-            numbers only. A row's number is its source rank and its place among that rank's rows, sorted by expert. So
-            it is the same wherever experts lie, but not if the same tokens lie on another number of ranks.
+            numbers only, see `row_numbers`.
         hops: state for rows that go inside a node first; None: rows go straight to their rank.
         num_chunks, num_back: messages to each rank in forward and in backward; one number divides the other.
         between: is called in each backward once all gradients of a layer's outputs have come, and none has left.
@@ -67,9 +66,24 @@ class ExpertWire:
         self.num_drawn += 1
         return derive_seed(self.seed, self.num_drawn)
 
-    def number(self, rank: int) -> int:
-        """Number of the first row of a rank of this group."""
-        return (self.first + rank * self.step) * NUMBERS_OF_A_RANK
+    @property
+    def tells(self) -> bool:
+        """Whether rows travel to their experts with their numbers, which round what comes back."""
+        return draws(self.combine, self.gradients)
+
+    def own_tokens(self, num_tokens: int) -> Tensor:
+        """Numbers of this rank's tokens, int64, if each rank that trains the model has as many, in the ranks' order."""
+        return self.own_number * num_tokens + torch.arange(num_tokens)
+
+    def row_numbers(self, order: Order, tokens: Tensor) -> Tensor | None:
+        """Numbers of the rows of an order, int64 [rows], on the CPU: token E + expert, modulo 2^32.
+
+        tokens: int64, the number of each of this rank's tokens in the global batch. None where no codec draws.
+        """
+        if not draws(self.dispatch, self.combine, self.gradients):
+            return None
+        experts = torch.arange(len(order.counts)).repeat_interleave(order.counts.cpu())
+        return tokens.cpu()[order.tokens.cpu()] * len(order.counts) + experts & MASK32
 
     @property
     def own_number(self) -> int:
@@ -81,19 +95,22 @@ class ExpertWire:
         return self.comm.submit(lambda link: job(link.subgroup(self.members)), urgent=True)
 
 
+def draws(*codecs: Codec | None) -> bool:
+    """Whether any of some codecs rounds at random."""
+    return any(codec is not None and codec.traits.draws for codec in codecs)
+
+
 @dataclass
 class RowMessage:
     """Rows that travel together, and the chunks on which experts work one after the other.
 
     Attributes:
         came: rows received from each rank.
-        firsts: number of the first row from each rank.
         orders: for each chunk in the message, the places of its rows in it, sorted by expert.
         back: the inverse of all `orders` together.
     """
 
     came: list[int]
-    firsts: list[int]
     orders: list[Tensor]
     back: Tensor
 
@@ -107,14 +124,14 @@ class Trip:
     forward as `wire.num_chunks` says, and in backward as `wire.num_back` does; the larger number is that of chunks, of
     which a message then has several.
 
-    counts: this rank's rows for each expert.
+    counts: this rank's rows for each expert. numbers: int64 [n], of the rows, see ExpertWire; by default 0, 1, ...
 
     Attributes:
         num_chunks: N.
         chunk_counts: of each chunk, the rows for each expert of this rank, int64 [experts of a rank].
     """
 
-    def __init__(self, wire: ExpertWire, counts: Tensor) -> None:
+    def __init__(self, wire: ExpertWire, counts: Tensor, numbers: Tensor | None = None) -> None:
         self.wire, placement = wire, wire.placement
         self.counts = counts.cpu().view(placement.teams, placement.each)
         self.blocks: list[int] = self.counts.sum(1).tolist()
@@ -124,7 +141,11 @@ class Trip:
         # By the number of messages.
         self._messages: dict[int, list[RowMessage]] = {}
         self._num = wire.num_chunks
-        self._under_way: dict[int, Future[Tensor]] = {}
+        self._numbers = torch.arange(self.starts[-1]) if numbers is None else numbers
+        # By message to this rank's experts: the numbers of its rows.
+        self._told: dict[int, Tensor] = {}
+        # Rows and their numbers.
+        self._under_way: dict[int, Future[tuple[Tensor, Tensor]]] = {}
         # By message: what came of it, and what experts have made of its chunks.
         self._here: dict[int, Tensor] = {}
         self._made: dict[int, dict[int, Tensor]] = {}
@@ -147,37 +168,32 @@ class Trip:
         Waits only for the first chunk, whose message says how many rows come.
         """
         wire, placement = self.wire, self.wire.placement
-        notes = torch.cat([torch.tensor(self.starts[:-1])[:, None], self.counts], 1)
-        notes = notes.repeat_interleave(placement.slices, 0)
+        notes = self.counts.repeat_interleave(placement.slices, 0)
         sends, counts, numbers = self._to_teams(rows, 0)
+        how, name = RowCodec(sends.shape[1], sends.dtype, wire.dispatch, wire.forward_seed(0), wire.tells), "dispatch"
 
-        def job(link: Link) -> Rounds[tuple[Tensor, list[int], Tensor]]:
-            seed, name = wire.forward_seed(0), "dispatch"
+        def job(link: Link) -> Rounds[tuple[Tensor, Tensor, list[int], Tensor]]:
             if wire.hops:
-                how = RowCodec(sends.shape[1], sends.dtype, wire.dispatch, seed)
                 return all_to_all_two_hops(link, sends, counts, notes, wire.hops[0], how, numbers, operation=name)
             return all_to_all_counted(
-                link, sends, counts, notes, wire.room, wire.dispatch, seed=seed, first_rows=numbers, rounds_own=True,
-                operation=name,
-            )  # fmt: skip
+                link, sends, counts, notes, wire.room, how, numbers, rounds_own=True, operation=name
+            )
 
-        found, _, told = wire.comm.wait(wire.submit(job))
-        firsts = [wire.number(rank) + int(start) for rank, start in enumerate(told[:, 0].tolist())]
-        self._note(told[:, 1:].cumsum(1), firsts, rows.device)
+        found, told, _, their_counts = wire.comm.wait(wire.submit(job))
+        self._note(their_counts.cumsum(1), rows.device)
         self._under_way[0] = Future()
-        self._under_way[0].set_result(found)
+        self._under_way[0].set_result((found, told))
         for number, message in list(enumerate(self._messages[self._num]))[1:]:
             sends, counts, numbers = self._to_teams(rows, number)
-            seed = wire.forward_seed(0)
-            self._under_way[number] = self._exchange(
-                number, sends, counts, message.came, numbers, wire.dispatch, seed, "dispatch"
-            )
+            self._under_way[number] = self._exchange(number, sends, counts, message.came, numbers, how, name)
 
     def arrive(self, number: int) -> Tensor:
         """The received rows of a chunk, [m, width], sorted by expert, or the gradients of their outputs."""
         at, place, message = self._place(number)
         if at not in self._here:
-            self._here[at] = self.wire.comm.wait(self._under_way.pop(at))
+            self._here[at], told = self.wire.comm.wait(self._under_way.pop(at))
+            # Gradients come without.
+            self._told.setdefault(at, told)
         # Of the last of its chunks nothing else is read.
         is_last = len(self._made.get(at, ())) == len(message.orders) - 1
         came = self._here.pop(at) if is_last else self._here[at]
@@ -197,17 +213,16 @@ class Trip:
             self._seed_of_gradients = self._seed_of_gradients or wire.draw()
             codec, seed, name = wire.gradients, self._seed_of_gradients, "dispatch_gradients"
         rows = rows if len(made) == 1 else torch.cat([made[each] for each in range(len(made))])
-        receives = self._each_slice(self._pieces(at))
-        self._under_way[at] = self._exchange(
-            at, rows.index_select(0, message.back), message.came, receives, message.firsts, codec, seed, name
-        )
+        rows, receives = rows.index_select(0, message.back), self._each_slice(self._pieces(at))
+        how = RowCodec(rows.shape[1], rows.dtype, codec, seed)
+        self._under_way[at] = self._exchange(at, rows, message.came, receives, self._numbers_of(at), how, name)
 
     def collect(self) -> Tensor:
         """The returned rows of all chunks, with the parts of sliced experts added: [n, width]."""
         slices, of_messages = self.wire.placement.slices, []
         self._seed_of_gradients = None
         for number in range(self._num):
-            came = self.wire.comm.wait(self._under_way.pop(number))
+            came, _ = self.wire.comm.wait(self._under_way.pop(number))
             if self._num == slices == 1:
                 return came
             parts = came.split(self._each_slice(self._pieces(number)))
@@ -224,8 +239,9 @@ class Trip:
         self._num = wire.num_back
         for number, message in reversed(list(enumerate(self._messages[self._num]))):
             sends, counts, numbers = self._to_teams(grads, number)
+            how = RowCodec(sends.shape[1], sends.dtype, wire.gradients, seed)
             self._under_way[number] = self._exchange(
-                number, sends, counts, message.came, numbers, wire.gradients, seed, "combine_gradients"
+                number, sends, counts, message.came, numbers, how, "combine_gradients"
             )
 
     def _place(self, number: int) -> tuple[int, int, RowMessage]:
@@ -233,7 +249,18 @@ class Trip:
         at, place = divmod(number, self.num_chunks // self._num)
         return at, place, self._messages[self._num][at]
 
-    def _note(self, ends: Tensor, firsts: Sequence[int], device: torch.device) -> None:
+    def _numbers_of(self, number: int) -> Tensor:
+        """Numbers of the rows that came in a message of this pass."""
+        if self._num == self.wire.num_chunks:
+            return self._told[number]
+        forward = self._messages[self.wire.num_chunks]
+        by_message = [self._told[at].split(message.came) for at, message in enumerate(forward)]
+        of_ranks = [torch.cat(parts) for parts in zip(*by_message, strict=True)]
+        return torch.cat(
+            [each[number * len(each) // self._num : (number + 1) * len(each) // self._num] for each in of_ranks]
+        )
+
+    def _note(self, ends: Tensor, device: torch.device) -> None:
         """Note the messages and chunks that will arrive. ends: where the rows for each expert end, [ranks, experts]."""
         sizes, edges = ends[:, -1:], []
         for number in range(self.num_chunks):
@@ -244,7 +271,7 @@ class Trip:
         for num in {self.wire.num_chunks, self.wire.num_back}:
             each = self.num_chunks // num
             parts = [edges[at : at + each] for at in range(0, self.num_chunks, each)]
-            self._messages[num] = [message_of(part, firsts, device) for part in parts]
+            self._messages[num] = [message_of(part, device) for part in parts]
 
     def _pieces(self, number: int) -> list[slice]:
         """The slice of rows that each team gets in a message of this pass."""
@@ -258,37 +285,33 @@ class Trip:
         """Number of rows for each rank."""
         return [piece.stop - piece.start for piece in pieces for _ in range(self.wire.placement.slices)]
 
-    def _to_teams(self, rows: Tensor, number: int) -> tuple[Tensor, list[int], list[int]]:
-        """The rows of a message for each rank in turn, their counts, and the number of each rank's first row."""
-        slices, pieces = self.wire.placement.slices, self._pieces(number)
-        own = self.wire.own_number * NUMBERS_OF_A_RANK
-        numbers = [own + piece.start for piece in pieces for _ in range(slices)]
+    def _to_teams(self, rows: Tensor, number: int) -> tuple[Tensor, list[int], Tensor]:
+        """The rows of a message for each rank in turn, their counts, and their numbers."""
+        slices, pieces, numbers = self.wire.placement.slices, self._pieces(number), self._numbers
         if slices > 1 or self._num > 1:
-            rows = torch.cat([rows[piece] for piece in pieces for _ in range(slices)])
+            rows, numbers = (torch.cat([x[piece] for piece in pieces for _ in range(slices)]) for x in (rows, numbers))
         return rows.contiguous(), self._each_slice(pieces), numbers
 
     def _exchange(
-        self, number: int, rows: Tensor, counts: Sequence[int], receives: Sequence[int], numbers: Sequence[int],
-        codec: Codec | None, seed: int, operation: str,
-    ) -> Future[Tensor]:  # fmt: skip
+        self, number: int, rows: Tensor, counts: Sequence[int], receives: Sequence[int], numbers: Tensor,
+        how: RowCodec, operation: str,
+    ) -> Future[tuple[Tensor, Tensor]]:  # fmt: skip
         if not self.wire.hops:
             return self.wire.submit(
-                lambda link: all_to_all_rows(
-                    link, rows, counts, receives, codec, seed=seed, first_rows=numbers, rounds_own=True,
-                    operation=operation,
+                lambda link: all_to_all_numbered(
+                    link, rows, counts, receives, how, numbers, rounds_own=True, operation=operation
                 )
-            )  # fmt: skip
-        hops = self.wire.hops[number]
-        how, nothing = RowCodec(rows.shape[1], rows.dtype, codec, seed), torch.zeros(len(counts), 0).long()
+            )
+        hops, nothing = self.wire.hops[number], torch.zeros(len(counts), 0).long()
 
-        def job(link: Link) -> Rounds[Tensor]:
+        def job(link: Link) -> Rounds[tuple[Tensor, Tensor]]:
             found = yield from all_to_all_two_hops(link, rows, counts, nothing, hops, how, numbers, operation=operation)
-            return found[0]
+            return found[0], found[1]
 
         return self.wire.submit(job)
 
 
-def message_of(chunks: Sequence[tuple[Tensor, Tensor]], firsts: Sequence[int], device: torch.device) -> RowMessage:
+def message_of(chunks: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> RowMessage:
     """The message of some chunks, each by where it begins in the rows of each rank, and its rows by rank and expert."""
     begin, num_each = chunks[0][0], sum(by_source for _, by_source in chunks).sum(1)  # type: ignore[union-attr]
     experts, starts, orders = torch.arange(chunks[0][1].shape[1]), num_each.cumsum(0) - num_each, []
@@ -298,9 +321,8 @@ def message_of(chunks: Sequence[tuple[Tensor, Tensor]], firsts: Sequence[int], d
         places = torch.arange(int(sizes.sum())) + at.repeat_interleave(sizes)
         of_rows = experts.repeat(len(sizes)).repeat_interleave(by_source.flatten())
         orders.append(places[of_rows.argsort(stable=True)])
-    numbers = [own + int(more) for own, more in zip(firsts, begin.flatten(), strict=True)]
     back = torch.cat(orders).argsort()
-    return RowMessage(num_each.tolist(), numbers, [order.to(device) for order in orders], back.to(device))
+    return RowMessage(num_each.tolist(), [order.to(device) for order in orders], back.to(device))
 
 
 class Depart(torch.autograd.Function):

@@ -187,6 +187,11 @@ class ExpertParallel:
         """The codec of one of CODED; None: rows travel as they are."""
         return codec_or_none(self, name, *([SAME_EACH_TIME] if name == "weights" else []), FIXED_SIZE)
 
+    @property
+    def tells(self) -> bool:
+        """Whether rows travel to their experts with their numbers: what comes back is rounded at random by them."""
+        return any(codec is not None and codec.traits.draws for codec in map(self.codec, ("combine", "gradients")))
+
     def fitted(self, width: int) -> ExpertParallel:
         """The same options for rows of `width` elements: groups without a stated size end where a row ends."""
         found = {name: (getattr(self, name), self.codec(name)) for name in CODED}

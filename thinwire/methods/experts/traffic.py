@@ -96,10 +96,11 @@ def legs(
 ) -> list[ChunkWays]:
     """Bytes from rank to rank, by chunk, way and hop. The ways: to the experts, home, and of the gradients of both.
 
-    Each in `options.chunks` chunks.
+    Each in `options.chunks` chunks. Rows travel to their experts with a number each where what comes back is rounded at
+    random.
 
     With n_pe rows of rank p for expert e, p sends sum_e n_pe rows to each of the s ranks that hold parts of e, except
-    to itself, and receives as many. Backward sends the same rows of gradients. Before the rows of the first chunk, 2 +
+    to itself, and receives as many. Backward sends the same rows of gradients. Before the rows of the first chunk, 1 +
     E / G numbers are sent. If experts move, a rank sends its part, of `part_numel` elements, to each rank that gathers
     it, and backward as many gradients. If slices move, a row goes to the one rank of a team, or of each group that
     exchanges slices, at its source's place.
@@ -164,9 +165,10 @@ def legs_once(placement: ExpertPlacement, rows: Rows, options: ExpertParallel, l
     numbers = numbers_bytes(rows.top_k, per_node, rows.of_weights.itemsize)
     for source, node in product(range(placement.ranks), range(num_nodes)):
         home, num = node * local_size + source % local_size, rows.entering[source][node]
-        extra = [2 * 3 * NUMBER_BYTES + num * (weights + numbers), 0, 0, num * weights]
+        extra = [2 * 2 * NUMBER_BYTES + num * (weights + numbers), 0, 0, num * weights]
         for way, kind, more in zip(range(4), ("dispatch", "combine", "gradients", "gradients"), extra, strict=True):
-            body = rows_bytes(num, rows.width, rows.dtype, options.codec(kind)) if num else 0
+            tells = kind == "dispatch" and options.tells
+            body = rows_bytes(num, rows.width, rows.dtype, options.codec(kind), tells=tells) if num else 0
             outer[way][(home, source) if way % 2 else (source, home)] = body + more
     place_inside = ExpertPlacement(per_node, local_size, placement.slices)
     plain = ExpertParallel(local_size, placement.slices)
@@ -215,8 +217,9 @@ def packets(
         kinds = (("dispatch", there), ("combine", back), ("gradients", there), ("gradients", back))
         for way, (kind, pair) in zip(ways, kinds, strict=True):
             is_told = kind == "dispatch" and chunk == 0
-            head = NUMBER_BYTES * (2 + placement.each if is_told else counted)
-            body = rows_bytes(num_rows, rows.width, rows.dtype, options.codec(kind)) if num_rows else 0
+            head = NUMBER_BYTES * (1 + placement.each if is_told else counted)
+            tells = kind == "dispatch" and options.tells
+            body = rows_bytes(num_rows, rows.width, rows.dtype, options.codec(kind), tells=tells) if num_rows else 0
             way[pair] = head + body
     return ways
 

@@ -64,7 +64,6 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
             "zeropp keeps all it has in memory; nearest that does not: sdp4bit",
         ),
         (["--memory", "2gb", "--optimizer", "muon"], "muon looks across matrices"),
-        (["--memory", "2gb", "--optimizer", "mfac", "--residency.durable", "true"], "its pieces have one slot each"),
         (["--memory", "2gb", "--strategy", "diloco", "--inner", "ddp"], "ddp keeps all it has in memory"),
         (["--store", "/var/tmp", "--strategy", "diloco", "--inner", "zero", "--residency.durable", "true"],
          "agree on a step only when they exchange"),
@@ -295,6 +294,12 @@ def test_state_of_other_optimizers_is_counted(tmp_path: Path) -> None:
     largest = max(param.numel() for param in skeleton.parameters())
     assert floors["mfac"].parts["optimizer"] == pytest.approx(2 * 4 * largest / 4 + 3 * 4 * mfac.PAGE_NUMEL, rel=0.02)
     assert floors["apollo"].parts["sums"] > 0
+    # A durable step has two slots of all, and of the weights that belong to the masters.
+    durable, setup = resolved(Run.of(replace(config, tables={"residency": {"durable": True}})), skeleton)
+    assert Floor.of(durable, setup).disk == 2 * (floors["mfac"].disk + setup.states.masters)
+    states = next(part for part in placed(durable, setup) if part.name == "masters and optimizer state")
+    assert states.disk == Floor.of(durable, setup).disk
+    assert states.written == setup.states.whole + setup.states.masters
 
 
 def test_a_sample_of_activations_is_what_a_budget_must_hold() -> None:

@@ -258,10 +258,19 @@ class Residency:
         What is not stored as fp32 has a second place on the disk, where it is fp32 for a checkpoint. A durable step has
         two slots of all, and of the weights that belong to the masters.
         """
-        slots = 2 if self.durable else 1
-        weights = slots * state_bytes // 3 if self.durable else 0
         coded = 2 * (not self.codec.traits.lossless) + self.codes_masters
-        return slots * int(self.state_share * state_bytes) + coded * state_bytes // 3 + weights
+        return coded * state_bytes // 3 + self._in_slots(int(self.state_share * state_bytes), state_bytes // 3)
+
+    def piece_disk_bytes(self, piece_bytes: int, master_bytes: int) -> int:
+        """Bytes on the disk for pieces of tensors that take so many bytes there with fp32 masters.
+
+        Of masters in a codec, each slot has a place for the fp32 numbers of a checkpoint.
+        """
+        return self._in_slots(piece_bytes + self.coded_bytes(master_bytes), master_bytes)
+
+    def _in_slots(self, num_bytes: int, master_bytes: int) -> int:
+        """Bytes of all slots, each with the weights that belong to the masters of a durable step."""
+        return 2 * (num_bytes + master_bytes) if self.durable else num_bytes
 
     def coded_bytes(self, master_bytes: int) -> int:
         """What masters of so many bytes in fp32 are stored as, in bytes; 0: they are stored as they are.

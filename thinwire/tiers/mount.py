@@ -59,6 +59,10 @@ def check_folder(folder: Path, num_bytes: int) -> None:
     free = state.f_bavail * state.f_frsize
     if free < num_bytes:
         raise ConfigError(
-            f"store {folder}: needs {num_bytes / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free; nearest: a "
-            "folder on another disk, or more ranks, which share what is stored"
+            f"store {folder}: needs {_size(num_bytes)} and the disk has {_size(free)} free; nearest: a folder on "
+            "another disk, or more ranks, which share what is stored"
         )
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"

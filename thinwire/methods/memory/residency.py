@@ -113,6 +113,8 @@ class Residency:
                 raise ConfigError(f"memory {self.memory!r}: must be above 0; nearest: '1gb'")
             if self.store == "":
                 raise ConfigError("store '': must name a folder; nearest: '/var/tmp/thinwire', or none")
+            if isinstance(self.store, str) and self.store.startswith("~") and not expands(self.store):
+                raise ConfigError(f"store {self.store!r}: there is no such user; nearest: '/var/tmp/thinwire'")
             if isinstance(self.activations, str):
                 share_of(self.activations)
         with problems.collect():
@@ -296,6 +298,14 @@ def same_everywhere(residency: Residency | None) -> dict[str, object]:
     """What of a residency must be the same on all ranks; None: nothing lies on a disk."""
     tile, at_once = (None, False) if residency is None else (residency.tile, residency.gradients == AT_ONCE)
     return {"tile": tile, "gradients that are stepped as they arrive": at_once}
+
+
+def expands(folder: str) -> bool:
+    """Whether the user that a folder such as ~/store names has a home."""
+    try:
+        return bool(Path(folder).expanduser())
+    except RuntimeError:
+        return False
 
 
 def share_of(activations: str) -> float | None:

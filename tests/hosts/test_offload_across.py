@@ -296,6 +296,33 @@ def test_a_killed_run_that_looks_across_matrices_goes_on_behind_the_step_before(
             assert told[name, "anew"][0][STEPS:] == own[name][0]
 
 
+def with_other_options(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What becomes of a step that an Apollo with other options has kept, whose moments have other shapes."""
+    told = []
+    for rank_of, channels in ((4, "larger"), (4, "larger"), (8, "larger"), (16, "rows")):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+        named = model.named_parameters()
+        inner = thinwire.Apollo(named, 1e-3, matrices="weight", rank=rank_of, channels=channels)
+        store = Residency(store=str(folder), durable=True)
+        _, optimizer = thinwire.zero(model, inner, thinwire.Zero(), residency=store, announce=False)
+        assert optimizer.journal is not None
+        told.append(" ".join(optimizer.journal.row[1:]))
+        model(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.commit({})
+        optimizer.close()
+    return told
+
+
+def test_a_step_of_other_shapes_is_not_gone_on_from(tmp_path: Path) -> None:
+    ((first, same, *others),) = run_workers(with_other_options, 1, tmp_path)
+    assert first.startswith("every step") and same.startswith("goes on behind step 1")
+    # The last ones have as many numbers.
+    for told, what in zip(others, ("pieces", "state"), strict=True):
+        assert told.startswith(f"begins anew it holds other {what} than this run"), told
+
+
 def test_apollo_steps_buckets_as_gradients_arrive_and_keeps_none(tmp_path: Path) -> None:
     for told in run_workers(stepped_at_once, 2, tmp_path):
         for kind in ("apollo", "apollo-mini"):

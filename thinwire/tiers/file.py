@@ -144,7 +144,9 @@ class DiskFile:
                 os.posix_fadvise(self._file, place, done, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             what = "read from" if is_read else "written to"
-            raise ThinwireError(f"store {self.folder}: {len(view)} bytes can't be {what} it: {error.strerror}") from error
+            raise ThinwireError(
+                f"store {self.folder}: {len(view)} bytes can't be {what} it: {error.strerror}"
+            ) from error
         self.pace.keep(done, start)
         seconds = time.monotonic() - start
         reading = TierReading(done, 0, seconds) if is_read else TierReading(0, done, 0.0, seconds)

@@ -59,8 +59,8 @@ def check_folder(folder: Path, num_bytes: int) -> None:
     free = state.f_bavail * state.f_frsize
     if free < num_bytes:
         raise ConfigError(
-            f"store {folder}: needs {size_text(num_bytes)} and the disk has {size_text(free)} free; nearest: a folder on "
-            "another disk, or more ranks, which share what is stored"
+            f"store {folder}: needs {size_text(num_bytes)} and the disk has {size_text(free)} free; nearest: a folder "
+            "on another disk, or more ranks, which share what is stored"
         )
 
 

@@ -41,8 +41,8 @@ class TilePlace:
         return {"numel": self.height * self.width, "offset": self.rows.start * run + offset, **is_cut}
 
 
-# The tiles of each whole tensor that was cut, by its id.
-Parts = dict[int, list[tuple[nn.Parameter, TilePlace]]]
+# The tiles of each whole tensor that was cut, by its id, with the place of each.
+CutInto = dict[int, list[tuple[nn.Parameter, TilePlace]]]
 
 
 @dataclass
@@ -157,7 +157,7 @@ def tile(
                 users[param].append((path, module))
     held = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     largest, used = ("", 0), set[TileGrid]()
-    parts: Parts = {}
+    parts: CutInto = {}
     for name, param in list(model.named_parameters()):
         own = users[param]
         is_cut = param.dim() == 2 and param.requires_grad and all(_is_plain(module, param) for _, module in own)
@@ -200,7 +200,7 @@ def _is_plain(module: nn.Module, param: nn.Parameter) -> bool:
 
 
 def _cut(
-    made: TileMap, parts: Parts, name: str, param: nn.Parameter,
+    made: TileMap, parts: CutInto, name: str, param: nn.Parameter,
     users: Sequence[tuple[str, nn.Module]], grid: TileGrid,
 ) -> None:  # fmt: skip
     """Cut a matrix in all modules that use it, and the bias of each."""
@@ -262,7 +262,7 @@ def _change(module: Any, tiles: list[list[nn.Parameter]], biases: list[nn.Parame
     module.take(grid)
 
 
-def _replace(optimizer: torch.optim.Optimizer, parts: Parts, made: TileMap) -> None:
+def _replace(optimizer: torch.optim.Optimizer, parts: CutInto, made: TileMap) -> None:
     """Give an optimizer the tiles, each with its part of the state."""
     for param in [param for param in optimizer.state if id(param) in parts]:
         held = optimizer.state.pop(param)
@@ -281,6 +281,6 @@ def _replace(optimizer: torch.optim.Optimizer, parts: Parts, made: TileMap) -> N
         group["params"] = list(_expanded(group["params"], parts))
 
 
-def _expanded(params: Sequence[nn.Parameter], parts: Parts) -> Iterator[nn.Parameter]:
+def _expanded(params: Sequence[nn.Parameter], parts: CutInto) -> Iterator[nn.Parameter]:
     for param in params:
         yield from (tile for tile, _ in parts[id(param)]) if id(param) in parts else [param]

@@ -262,7 +262,8 @@ def prune_goals(bench: Bench) -> Iterator[Goal]:
 def loss(bench: Bench) -> Iterator[Goal]:
     """Held-out losses of rounded hops over those of exact ones, by seed, and the scatter of exact runs."""
     contestants = [
-        f"{codec}-hops=zero[experts.parallel=4" + "".join(f",experts.{way}={codec}" for way in ("dispatch", "combine", "gradients"))
+        f"{codec}-hops=zero[experts.parallel=4"
+        + "".join(f",experts.{way}={codec}" for way in ("dispatch", "combine", "gradients"))
         for codec in CODECS
     ]
     seeds = list(map(str, range(bench.seeds)))

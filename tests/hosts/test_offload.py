@@ -16,6 +16,7 @@ from tests.checkpoint.replicas import Net, Replica, atoms, batch
 from tests.hosts.on_disk import STEPS, assert_same, cut_small, followed
 from tests.workers import run_workers
 from thinwire import Residency
+from thinwire.compose import apply
 from thinwire.errors import ConfigError
 from thinwire.tiers import DiskFile
 
@@ -360,6 +361,45 @@ def on_islands(rank: int, world_size: int, folder: Path) -> list[Any]:
         adamw = torch.optim.AdamW([param for param in other.parameters() if param.requires_grad])
         thinwire.parallelize(other, adamw, mesh, [method, residency], announce=False)
     return [*told, str(error.value)]
+
+
+def grouped(rank: int, world_size: int, folder: Path) -> None:
+    """Groups of one optimizer that hold different state go to the disk, to memory and back bit for bit."""
+    cut_small()
+    made: dict[str, Any] = {
+        "sgd": lambda a, b: torch.optim.SGD([{"params": a, "momentum": 0.0}, {"params": b}], 1e-2, momentum=0.9),
+        "adamw": lambda a, b: torch.optim.AdamW([{"params": a}, {"params": b, "amsgrad": True}], 3e-3),
+    }
+    for kind in made:
+        for turned in (False, True):
+            told: dict[str, Any] = {}
+
+            def replica(way: str, seed: int = 0, kind: str = kind, turned: bool = turned) -> Replica:
+                model, residency = Net(seed), Residency(store=str(folder), weights="disk", sub_group=1024)
+                params = [param for param in model.parameters() if param.requires_grad]
+                halves = params[:2], params[2:]
+                options: Any = {"seed": 3, "checked": False, "overlap": True, "timeout_s": 300}
+                options |= {} if way == "memory" else {"residency": residency}
+                inner = made[kind](*reversed(halves) if turned else halves)
+                return Replica(model, *apply(thinwire.Zero(), model, inner, local_size=1, **options), rank, world_size)
+
+            for way in ("memory", "disk"):
+                one = replica(way)
+                followed(one, 0, STEPS)
+                one.save(folder / kind / str(turned) / way, STEPS)
+                told[way] = followed(one, STEPS, 2)
+                one.optimizer.close()
+            assert_same(told["disk"], told["memory"])
+            for origin, way in (("memory", "disk"), ("disk", "memory"), ("memory", "memory")):
+                one = replica(way, 9)
+                source = one.load(folder / kind / str(turned) / origin / f"step-{STEPS:08d}")
+                assert not [row for row in source.report() if "anew" in " ".join(row)], (kind, turned, origin)
+                assert_same(followed(one, STEPS, 2), told["memory"])
+                one.optimizer.close()
+
+
+def test_groups_that_hold_different_state_lie_on_a_disk(tmp_path: Path) -> None:
+    run_workers(grouped, 1, tmp_path)
 
 
 def test_islands_have_a_disk_each(tmp_path: Path) -> None:

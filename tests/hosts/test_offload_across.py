@@ -1,7 +1,9 @@
-"""Optimizers that look across matrices have the bits of memory on a disk."""
+"""Optimizers that look across matrices have the bits of memory on a disk, behind a kill too."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
-from thinwire.hosts.offload.pieces import PiecesOnDisk, PieceSpot
+from thinwire.hosts.offload.moving import PieceSpot
+from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.optim import mfac
+from thinwire.tiers import DiskFile
 
 
 def across(
@@ -50,16 +54,16 @@ def across_ways(folder: Path) -> dict[str, Residency | None]:
 
 def note_reads_ahead(told: dict[Any, Any], key: tuple[str, str], states: PiecesOnDisk) -> None:
     """Note how often a piece is read while another one is used, and the most bytes in memory over what may be."""
-    found, begin = told.setdefault((*key, "ahead"), [0, 0.0]), states._read_ahead
+    moving = states.moving
+    found, begin = told.setdefault((*key, "ahead"), [0, 0.0]), moving.read_ahead
 
     def noted(spot: PieceSpot) -> None:
         begin(spot)
-        there = {spot, *states._leaving, *(states._coming or ())[:1]}
-        held = sum(each.memory_bytes for each in there if not each.stays)
-        found[0] += states._coming is not None
-        found[1] = max(found[1], held / states._most_bytes)
+        held = sum(each.memory_bytes for each in {spot, *moving.under_way} if not each.stays)
+        found[0] += moving._coming is not None
+        found[1] = max(found[1], held / moving.most_bytes)
 
-    states._read_ahead = noted  # type: ignore[method-assign]
+    moving.read_ahead = noted  # type: ignore[method-assign]
 
 
 def at_once_ways(folder: Path) -> dict[str, Residency | None]:
@@ -187,6 +191,136 @@ def test_what_looks_across_matrices_passes_through_memory_bit_for_bit(tmp_path: 
         assert off.abs().mean() < 0.5 * moved.abs().mean()
         for way in ("disk", "stays"):
             assert told["coded", way, "again"][0] == pytest.approx(rounded[1][0], rel=1e-3)
+
+
+# The optimizer of each run that is killed, how it differs, and the write of a step in which it is killed.
+KILLS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "apollo": ("apollo", {"weights": "disk"}, 1),
+    "masters": ("apollo", {"masters": "int8/64", "memory": "100gb"}, 3),
+    "mfac": ("mfac", {}, 2),
+    "mfac, stays": ("mfac", {"memory": "100gb"}, 20),
+    "at once": ("apollo-mini", {"gradients": "step"}, 5),
+}
+
+
+def kept(name: str, rank: int, world_size: int, folder: Path, seed: int) -> Replica:
+    """A replica of a run whose steps are kept."""
+    cut_small()
+    mfac.PAGE_NUMEL, mfac.PAGE_UNIT = 1, 64
+    kind, options, _ = KILLS[name]
+    return across(kind, rank, world_size, Residency(store=str(folder / name), durable=True, **options), seed)
+
+
+def step_of(replica: Replica, name: str, number: int) -> float:
+    """The loss of a step; nothing is clipped where gradients do not wait."""
+    if name != "at once":
+        return replica.step(number)
+    loss = replica.wrapped(batch(number)[replica.rank * 12 : (replica.rank + 1) * 12])
+    loss.backward()
+    replica.optimizer.step()
+    replica.optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def steps_of(replica: Replica, name: str, first: int, num: int) -> list[Any]:
+    """See `followed`; each step is kept."""
+    losses = []
+    for step in range(first, first + num):
+        losses.append(step_of(replica, name, step))
+        replica.optimizer.commit({})
+    replica.optimizer.synchronize()
+    with thinwire.whole(replica.model):
+        return [losses, {key: param.detach().clone() for key, param in replica.model.named_parameters()}]
+
+
+def killed_in_a_write(rank: int, world_size: int, folder: Path, name: str) -> str:
+    """Steps that are kept, and one in whose write the second rank is killed: half of it is written."""
+    replica = kept(name, rank, world_size, folder, 0)
+    steps_of(replica, name, 0, STEPS)
+    write, count, at = DiskFile.write, 0, KILLS[name][2]
+
+    def torn_write(self: DiskFile, place: int, memory: torch.Tensor) -> None:
+        nonlocal count
+        count += rank == 1 and self.path is not None
+        if count == at:
+            memory[len(memory) // 2 :] = 255
+        write(self, place, memory)
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    DiskFile.write = torn_write  # type: ignore[method-assign]
+    try:
+        steps_of(replica, name, STEPS, 2)
+    except RuntimeError as error:
+        return str(error)
+    return "nobody was killed"
+
+
+def undisturbed(rank: int, world_size: int, folder: Path, goes_on: bool) -> dict[str, list[Any]]:
+    """Steps of each run behind the kill: without one, or by what the disk holds. Then again, behind damage."""
+    told = {}
+    for name in KILLS:
+        replica = kept(name, rank, world_size, folder, 9 if goes_on else 0)
+        journal = replica.optimizer.journal
+        assert journal is not None
+        if goes_on:
+            assert replica.optimizer.steps == STEPS, (name, journal.row)
+            assert isinstance(replica.model, Net)
+            replica.model.fixed.load_state_dict(Net(0).fixed.state_dict())
+        else:
+            steps_of(replica, name, 0, STEPS)
+        told[name] = steps_of(replica, name, STEPS, 2)
+        replica.optimizer.close()
+        if goes_on and rank == 1:
+            with (journal.folder / "pieces").open("r+b") as file:
+                for slot in (0, 1):
+                    file.seek(slot * file.seek(0, 2) // 2)
+                    file.write(bytes(range(256)) * 64)
+        if goes_on:
+            replica = kept(name, rank, world_size, folder, 0)
+            assert replica.optimizer.steps == 0 and replica.optimizer.journal is not None
+            row = replica.optimizer.journal.row
+            assert row[1] == "begins anew" and ("not what was written" in row[2]) == (rank == 1), (name, row)
+            told[name, "anew"] = steps_of(replica, name, 0, STEPS + 2)  # type: ignore[index]
+            replica.optimizer.close()
+    return told
+
+
+def test_a_killed_run_that_looks_across_matrices_goes_on_behind_the_step_before(tmp_path: Path) -> None:
+    for name in KILLS:
+        assert "rank 1" in run_workers(killed_in_a_write, 2, tmp_path / "killed", name, may_die=(1,))[0], name
+    plain = run_workers(undisturbed, 2, tmp_path / "plain", False)
+    for own, told in zip(plain, run_workers(undisturbed, 2, tmp_path / "killed", True), strict=True):
+        for name in KILLS:
+            assert_same(told[name], own[name])
+            assert told[name, "anew"][0][STEPS:] == own[name][0]
+
+
+def with_other_options(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What becomes of a step that an Apollo with other options has kept, whose moments have other shapes."""
+    told = []
+    for rank_of, channels in ((4, "larger"), (4, "larger"), (8, "larger"), (16, "rows")):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+        named = model.named_parameters()
+        inner = thinwire.Apollo(named, 1e-3, matrices="weight", rank=rank_of, channels=channels)
+        store = Residency(store=str(folder), durable=True)
+        _, optimizer = thinwire.zero(model, inner, thinwire.Zero(), residency=store, announce=False)
+        assert optimizer.journal is not None
+        told.append(" ".join(optimizer.journal.row[1:]))
+        model(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.commit({})
+        optimizer.close()
+    return told
+
+
+def test_a_step_of_other_shapes_is_not_gone_on_from(tmp_path: Path) -> None:
+    ((first, same, *others),) = run_workers(with_other_options, 1, tmp_path)
+    assert first.startswith("every step") and same.startswith("goes on behind step 1")
+    # The last ones have as many numbers.
+    for told, what in zip(others, ("pieces", "state"), strict=True):
+        assert told.startswith(f"begins anew it holds other {what} than this run"), told
 
 
 def test_apollo_steps_buckets_as_gradients_arrive_and_keeps_none(tmp_path: Path) -> None:

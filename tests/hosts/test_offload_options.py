@@ -103,7 +103,6 @@ def refused(rank: int, world_size: int) -> list[str]:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("muon", {"store": "/var/tmp"}), ("adamw", {"store": "/dev/shm"}),
         ("adamw", {"durable": True}), ("adamw", {"memory": "300mb"}), ("adamw", {"memory": "800mb"}),
-        ("mfac", {"store": "/var/tmp", "durable": True}),
     ]  # fmt: skip
     for optimizer, options in cases:
         # Whole in memory already, and never written.
@@ -125,7 +124,7 @@ def test_what_can_not_lie_on_a_disk_is_refused() -> None:
         found,
         (
             "nearest: adamw or apollo", "lies on tmpfs", "no store is stated, and a durable run",
-            "below the floor of", "this process has", "one slot each",
+            "below the floor of", "this process has",
         ),
         strict=True,
     ):  # fmt: skip

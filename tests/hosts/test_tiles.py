@@ -243,9 +243,24 @@ def test_what_tiles_can_not_be_combined_with_is_refused() -> None:
     tile(model, "0=2x4")
     with pytest.raises(ConfigError, match="lm_head=1x8"):
         model[0].strips  # noqa: B018
-    model = nn.Sequential(nn.Linear(6, 8))
-    adamw = torch.optim.AdamW(model.parameters())
-    model(torch.ones(6)).sum().backward()
-    adamw.step()
-    with pytest.raises(ConfigError, match="taken steps with whole matrices"):
-        tile(model, "0=1x2", adamw)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_tiles_take_over_the_state_of_an_optimizer(kind: Any, num_steps: int) -> None:
+    """Adagrad has state before its first step."""
+    told = []
+    for grid in (None, "0=2x3"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8))
+        optimizer = kind(model.parameters(), lr=0.1)
+        for step in range(num_steps + 2):
+            if step == num_steps and grid is not None:
+                tile(model, grid, optimizer)
+            optimizer.zero_grad()
+            model(torch.linspace(-1, 1, 6) + step).square().sum().backward()
+            optimizer.step()
+        told.append(model.state_dict())
+    assert told[0].keys() == told[1].keys()
+    for name, value in told[0].items():
+        torch.testing.assert_close(told[1][name], value, rtol=1e-5, atol=1e-6)

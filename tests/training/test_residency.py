@@ -57,6 +57,9 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--memory", "2 gigs"], "did you mean '2gb'"),
         (["--memory", "300mb"], "is below the floor of"),
+        (["--store", "~nobody-at-all/x"], "there is no such user; nearest: '/var/tmp/thinwire'"),
+        (["--residency.disk-rate", "-1MB/s", "--store", "/var/tmp"], "did you mean '2gb/s'"),
+        (["--residency.durable", "true", "--store", "none"], "needs one: --residency.durable true; nearest: a folder"),
         (["--store", "/dev/shm/x"], "lies on tmpfs, which is memory and not a disk"),
         (["--memory", "2gb", "--strategy", "ddp"], "ddp keeps all it has in memory; nearest that does not: sdp4bit"),
         (
@@ -64,7 +67,6 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
             "zeropp keeps all it has in memory; nearest that does not: sdp4bit",
         ),
         (["--memory", "2gb", "--optimizer", "muon"], "muon looks across matrices"),
-        (["--memory", "2gb", "--optimizer", "mfac", "--residency.durable", "true"], "its pieces have one slot each"),
         (["--memory", "2gb", "--strategy", "diloco", "--inner", "ddp"], "ddp keeps all it has in memory"),
         (["--store", "/var/tmp", "--strategy", "diloco", "--inner", "zero", "--residency.durable", "true"],
          "agree on a step only when they exchange"),
@@ -115,7 +117,7 @@ def test_what_a_run_finds_of_its_own_on_the_disk_needs_no_space_again(
         check_residency(config, Run.of(config), skeleton)
 
     monkeypatch.setattr("thinwire.tiers.mount.os.statvfs", lambda _: SimpleNamespace(f_bavail=4096, f_frsize=1))
-    told = "and the disk has 0.00 GB free"
+    told = r"needs \d+\.\d\d MB and the disk has 0\.00 MB free"
     with pytest.raises(ConfigError, match=told):
         checked(False, durable)
     (run_dir.store / "rank0").mkdir(parents=True)
@@ -295,6 +297,12 @@ def test_state_of_other_optimizers_is_counted(tmp_path: Path) -> None:
     largest = max(param.numel() for param in skeleton.parameters())
     assert floors["mfac"].parts["optimizer"] == pytest.approx(2 * 4 * largest / 4 + 3 * 4 * mfac.PAGE_NUMEL, rel=0.02)
     assert floors["apollo"].parts["sums"] > 0
+    # A durable step has two slots of all, and of the weights that belong to the masters.
+    durable, setup = resolved(Run.of(replace(config, tables={"residency": {"durable": True}})), skeleton)
+    assert Floor.of(durable, setup).disk == 2 * (floors["mfac"].disk + setup.states.masters)
+    states = next(part for part in placed(durable, setup) if part.name == "masters and optimizer state")
+    assert states.disk == Floor.of(durable, setup).disk
+    assert states.written == setup.states.whole + setup.states.masters
 
 
 def test_a_sample_of_activations_is_what_a_budget_must_hold() -> None:
@@ -339,7 +347,7 @@ def test_norms_of_sequences_that_come_again_must_fit_on_the_disk(tmp_path: Path)
         run_dir=str(tmp_path / "r"),
     )
     check_norms(Run.of(config), 1000)
-    with pytest.raises(ConfigError, match=r"needs .* GB and the disk has"):
+    with pytest.raises(ConfigError, match=r"needs .* [MG]B and the disk has"):
         check_norms(Run.of(config), 10**12)
     # None is seen twice; and without a store they lie in memory.
     check_norms(Run.of(replace(config, steps=10)), 10**12)

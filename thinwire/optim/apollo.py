@@ -183,10 +183,8 @@ class Apollo(SummingOptimizer):
     def _kinds(self) -> dict[str, Any]:
         return {"step": 0, "norm": 0.0} | {kind: torch.empty(1) for kind in MOMENTS}
 
-    def records(self, param: Tensor) -> dict[str, Record]:
+    def records_of(self, part: Part) -> dict[str, Record]:
         """The moments of the channels that this rank owns, a row each."""
-        if (part := self.part_of(param)) is None:
-            return {}
         cut = Projection.of(part)
         first, last = cut.owned(part.rank)
         shape = torch.Size([last - first, cut.rank])

@@ -170,10 +170,8 @@ class DionOptimizer(MatrixOptimizer):
     def _kinds(self) -> dict[str, Any]:
         return {"momentum": torch.empty(1), FACTOR: torch.empty(1)}
 
-    def records(self, param: Tensor) -> dict[str, Record]:
+    def records_of(self, part: Part) -> dict[str, Record]:
         """The factors of the matrices of which a piece has elements."""
-        if (part := self.part_of(param)) is None:
-            return {}
         first, last = _touched(part)
         each, stack = torch.Size([part.shape[-1], self._rank(part)]), part.shape[:-2].numel()
         return {FACTOR: Record(torch.Size([last - first, *each]), stack * each.numel(), first * each.numel())}

@@ -120,10 +120,8 @@ class MFAC(SummingOptimizer):
     def _kinds(self) -> dict[str, Any]:
         return {"step": 0, WINDOW: torch.empty(1), MOMENTUM: torch.empty(1)}
 
-    def records(self, param: Tensor) -> dict[str, Record]:
+    def records_of(self, part: Part) -> dict[str, Record]:
         """The window, whose rows here are elements, so that a piece of it is in one place."""
-        if (part := self.part_of(param)) is None:
-            return {}
         (first, last), count = part.own, part.shape.numel()
         shape = torch.Size([last - first, self.window])
         return {WINDOW: Record(shape, count * self.window, first * self.window)}

@@ -76,6 +76,10 @@ class PagedRecords(Protocol):
         """Zeros [rows, width] for a piece. The tensor stands for them; `pages` alone reads and changes them."""
         ...
 
+    def holds(self, values: Tensor) -> bool:
+        """Whether a tensor stands for a record that was made here."""
+        ...
+
     def pages(self, values: Tensor, num_rows: int, *, changes: bool) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, a page with these rows in memory), in order. changes: what is written into pages stays."""
         ...
@@ -169,9 +173,13 @@ class SummingOptimizer(Parameterwise):
     def _kinds(self) -> dict[str, Any]:
         """See `kinds`, of what looks across."""
 
-    def records(self, param: Tensor) -> dict[str, Record]:
+    def records_of(self, part: Part) -> dict[str, Record]:
         """For the kinds of state without an entry for each element of a piece: where they lie."""
         return {}
+
+    def records(self, param: Tensor) -> dict[str, Record]:
+        """The same for a parameter of this optimizer, or a piece."""
+        return {} if (part := self.part_of(param)) is None else self.records_of(part)
 
     def name_of(self, param: Tensor) -> str:
         """The name of a whole parameter, if the optimizer uses names."""
@@ -196,10 +204,13 @@ class SummingOptimizer(Parameterwise):
         self.shards = shards
         for param in shards.parts:
             for kind, record in self.records(param).items():
-                state, is_paged = self.state.get(param, {}), kind == self.paged_kind and shards.paged is not None
-                if kind not in state or (state[kind].shape == record.shape and not is_paged):
+                state, paged = self.state.get(param, {}), shards.paged if kind == self.paged_kind else None
+                if kind not in state:
                     continue
-                first = 0 if state[kind].shape == record.shape else record.offset
+                is_own, is_paged = state[kind].shape == record.shape, paged is not None
+                if is_own and (paged is None or paged.holds(state[kind])):
+                    continue
+                first = 0 if is_own else record.offset
                 own = state[kind].flatten()[first:][: record.shape.numel()].view(record.shape)
                 state[kind] = self._paged(param, own) if is_paged else own.clone()
 

@@ -66,11 +66,14 @@ def residency_of(config: TrainConfig) -> Residency | None:
     options = completed(stated)
     if options.get("durable") and "store" in options:
         options["store"] = str(RunDir(config.run_dir).own_store(options["store"]))
-    default = {} if stated.get("store") == NO_STORE else {"store": str(RunDir(config.run_dir).store)}
-    found = made_residency(default | options, config.tables)
-    if stated.get("store") == NO_STORE and found.needs_store:
+    has_none = stated.get("store") == NO_STORE
+    default = {} if has_none else {"store": str(RunDir(config.run_dir).store)}
+    # Without a disk it asks for what no option of the run has refused.
+    keeps = has_none and options.get("durable") is True
+    found = made_residency(default | options | ({"durable": False} if keeps else {}), config.tables)
+    if has_none and (found.needs_store or keeps):
         asking = {name: getattr(found, name) == "disk" for name in PLACES} | {
-            "optimizer": found.optimizer != "memory", "activations": found.spills, "durable": found.durable,
+            "optimizer": found.optimizer != "memory", "activations": found.spills, "durable": keeps,
         }  # fmt: skip
         flags = {name: f"--{name}" if name in FLAT else f"--{RESIDENCY}.{name}" for name in asking}
         named = " and ".join(f"{flags[name]} {str(options[name]).lower()}" for name, asks in asking.items() if asks)

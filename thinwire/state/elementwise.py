@@ -63,9 +63,7 @@ def state_kinds(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> l
     found: dict[tuple[int, bool], dict[str, Any]] = {}
     keys: list[tuple[int, bool]] = []
     for param in params:
-        key = 0, False
-        if needs_whole_tensors(optimizer):
-            key = number_of.get(id(param), 0), param.dim() in (2, 3)
+        key = number_of.get(id(param), 0), needs_whole_tensors(optimizer) and param.dim() in (2, 3)
         if key not in found:
             twin, pieces = _stepped_twin(
                 optimizer, groups[key[0]], [slice(0, 8)], torch.Size([2, 4]) if key[1] else None, param

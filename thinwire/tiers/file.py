@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.tiers.mount import check_folder
+from thinwire.tiers.mount import check_folder, size_text
 from thinwire.tiers.pool import aligned
 
 
@@ -105,7 +105,7 @@ class DiskFile:
             os.ftruncate(self._file, self.num_bytes)
             os.posix_fallocate(self._file, 0, max(self.num_bytes, 1))
         except OSError as error:
-            size = f"{self.num_bytes / 1e9:.2f} GB"
+            size = size_text(self.num_bytes)
             raise ConfigError(f"store {self.folder}: no space for {size}: {error.strerror}") from None
 
     def _opened(self, flags: int) -> int:
@@ -144,7 +144,9 @@ class DiskFile:
                 os.posix_fadvise(self._file, place, done, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             what = "read from" if is_read else "written to"
-            raise ThinwireError(f"store {self.folder}: {done} bytes can't be {what} it: {error.strerror}") from error
+            raise ThinwireError(
+                f"store {self.folder}: {len(view)} bytes can't be {what} it: {error.strerror}"
+            ) from error
         self.pace.keep(done, start)
         seconds = time.monotonic() - start
         reading = TierReading(done, 0, seconds) if is_read else TierReading(0, done, 0.0, seconds)

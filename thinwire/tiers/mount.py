@@ -65,6 +65,11 @@ def check_folder(folder: Path, num_bytes: int) -> None:
     free = state.f_bavail * state.f_frsize
     if free < num_bytes:
         raise ConfigError(
-            f"store {folder}: needs {num_bytes / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free; nearest: a "
-            "folder on another disk, or more ranks, which share what is stored"
+            f"store {folder}: needs {size_text(num_bytes)} and the disk has {size_text(free)} free; nearest: a folder "
+            "on another disk, or more ranks, which share what is stored"
         )
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes in GB, or in MB where they are less than one."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 
@@ -20,9 +20,8 @@ from thinwire.checkpoint.saver import write_part
 from thinwire.collectives import Communicator
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.table import Row
-from thinwire.tiers import Shelf
 
-# Name of what the shelf needs to go on, in a rank's own state.
+# Name of what masters and states need to go on, in a rank's own state.
 SHELF = "shelf"
 # Name of what a run is known by, there too.
 RUN = "run"
@@ -30,11 +29,23 @@ RUN = "run"
 TURNS = ("a", "b")
 
 
+class Keeps(Protocol):
+    """Masters and states on a disk, in two slots; see Shelf."""
+
+    def go_on(self, kept: Mapping[str, Any]) -> None:
+        """Continue from what was kept. Raises ThinwireError where that can't be."""
+        ...
+
+    def begin_anew(self) -> None:
+        """Forget what was kept."""
+        ...
+
+
 class Journal:
     """The last steps of this rank, in a folder on its disk.
 
-    A step is a checkpoint with this rank's part alone, and without what lies in the files of the shelf. Two of them
-    take turns, as slots of the shelf do. The agreement of all ranks on a gradient's norm is also the word that they
+    A step is a checkpoint with this rank's part alone, and without masters and states, which lie in two slots. Two of
+    them take turns, as the slots do. The agreement of all ranks on a gradient's norm is also the word that they
     have written the step before: an older one is overwritten only after that. So whenever a process is killed, one step
     is complete on the disks of all ranks.
 
@@ -58,8 +69,8 @@ class Journal:
         self.found: Source | None = None
         self.row: Row = ("durable", f"every step, in {self.folder}", "a killed run goes on behind its last step")
 
-    def find(self, shelf: Shelf, layout: Mapping[str, Any]) -> Source | None:
-        """Let the shelf go on from the last step that all ranks have written. A collective."""
+    def find(self, states: Keeps, layout: Mapping[str, Any]) -> Source | None:
+        """Let masters and states go on from the last step that all ranks have written. A collective."""
         there, why = dict[tuple[int, int], Source](), ""
         for folder in self._written():
             try:
@@ -68,7 +79,7 @@ class Journal:
                     raise CheckpointError("another layout has written it")
                 self._check(source.own(RUN) or {})
                 verify(folder)
-                shelf.go_on(source.own(SHELF))
+                states.go_on(source.own(SHELF))
                 there[source.manifest.step, source.own(RUN)["number"]] = source
             except ThinwireError as error:
                 why = str(error)
@@ -83,7 +94,7 @@ class Journal:
             if set.union(*everyone) or why:
                 self.row = ("durable", "begins anew", why or "no step is on the disks of all ranks")
             self._run = all_told[0][-1][1]
-            shelf.begin_anew()
+            states.begin_anew()
             return None
         step, self._run = max(common)
         self.found = there[step, self._run]
@@ -91,7 +102,7 @@ class Journal:
         self.row = (
             "durable", f"goes on behind step {step}", f"{self.folder} holds it; optimizer.journal.delete() gives it up"
         )  # fmt: skip
-        shelf.go_on(self.found.own(SHELF))
+        states.go_on(self.found.own(SHELF))
         return self.found
 
     def _check(self, run: Mapping[str, Any]) -> None:

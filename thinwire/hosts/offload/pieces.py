@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from torch import Tensor
 
 from thinwire.checkpoint import WEIGHTS, Piece, Snapshot, Source
 from thinwire.codecs.random import derive_seed, named_seed
+from thinwire.errors import ThinwireError
+from thinwire.hosts.offload.journal import SHELF, Journal
+from thinwire.hosts.offload.moving import MovingPieces, PieceSpot, give_memory
+from thinwire.hosts.offload.slots import SlottedFile, StoredTensor, hollow
 from thinwire.hosts.offload.states import twin_of
 from thinwire.hosts.offload.window import PagesOnDisk
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
@@ -24,38 +28,8 @@ from thinwire.methods.memory.setup import numbers_of, paged_bytes, piece_bytes
 from thinwire.optim import Part, Shards, SummingOptimizer
 from thinwire.state.elementwise import elementwise_kinds, state_kinds
 from thinwire.state.portable import Held, add_optimizer, is_lost, records_of, report_optimizer, rescale, state_for
-from thinwire.tiers import ChunkedFile, DiskFile, Pace, TierMeter
+from thinwire.tiers import Pace, TierMeter
 from thinwire.tiers.pool import aligned
-
-
-@dataclass(eq=False)
-class PieceSpot:
-    """Where a piece and its state lie.
-
-    Attributes:
-        stored: what is on the disk, each tensor with its place and checksums.
-        memory_bytes: with its state, of what is not read in pages.
-        paged_bytes: at the end of its place, of what is read in pages.
-        packet: what the piece is stored as; None: it is stored as it is.
-        num_rounded: how often it was rounded.
-    """
-
-    owned: Owned
-    place: int
-    num_bytes: int
-    memory_bytes: int = 0
-    paged_bytes: int = 0
-    stays: bool = False
-    is_here: bool = True
-    packet: Tensor | None = None
-    num_rounded: int = 0
-    stored: list[tuple[Tensor, int, list[int]]] = field(default_factory=list)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes in memory between two uses of a piece that stays there."""
-        plain = 0 if self.packet is None else aligned(self.owned.master.nbytes)
-        return self.num_bytes - self.paged_bytes - plain
 
 
 class PiecesOnDisk:
@@ -70,68 +44,157 @@ class PiecesOnDisk:
     elements' numbers and how often it was rounded; its fp32 numbers have memory only while they are used, and a place
     on the disk for a checkpoint.
 
+    With a journal, the file has a name and two slots. What is written goes to the slot that was not kept.
+
     Attributes:
         paged: holds what the optimizer reads in pages; None: there is no such state.
 
-    parts: see Part, by parameter; of those that are cut and looked across.
+    parts: see Part, by parameter; of those that are cut and looked across. layout: see `layout_of`.
 
     Raises ConfigError if the disk has not enough space.
     """
 
     def __init__(
         self, residency: Residency, inner: SummingOptimizer, weights: Weights, meter: TierMeter, pace: Pace,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, Part], journal: Journal | None, layout: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self.inner, self.units, self.meter = inner, weights.units, meter
+        self.inner, self.units, self.meter, self._parts = inner, weights.units, meter, parts
         self._at_once = residency.gradients == AT_ONCE
         self._buckets = [bucket for unit in self.units for bucket in unit.buckets]
         grouped, kinds = slots_of(inner, self._buckets), elementwise_kinds(inner)
         slots = [slot for group in grouped for slot in group if slot.owned.start < slot.owned.stop]
         self._coding = residency.master_coding
-        sizes = [self._piece_bytes(slot, parts.get(slot.name)) for slot in slots]
-        self.file = DiskFile(residency.folder, sum(sizes), meter, pace)
-        self._inwards, self._outwards = ChunkedFile(self.file), ChunkedFile(self.file)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
-        self._coming: tuple[PieceSpot, Future[None]] | None = None
-        self._leaving: dict[PieceSpot, Future[None]] = {}
-        # The pieces of the last step in the order of their uses, and of this one; None: no step is under way.
-        self._trace: list[PieceSpot] = []
-        self._used: list[PieceSpot] | None = None
+        sizes = {slot: self._piece_bytes(slot, parts.get(slot.name)) for slot in slots}
+        folder, name = (residency.folder, "") if journal is None else (journal.folder, "pieces")
+        self.slots = SlottedFile(folder, sum(sizes.values()), meter, pace, name)
+        self.moving = MovingPieces(self.slots, self._tensors)
         self.spots: dict[Tensor, PieceSpot] = {}
+        before: dict[Slot, dict[str, Any]] = {}
         place = 0
         for group, own in zip(inner.param_groups, grouped, strict=True):
             group["params"] = []
             for slot in own:
-                held = inner.state.pop(slot.param, None)
-                if slot not in slots:
-                    continue
-                piece = weights.own(slot.bucket)[slot.owned].float().clone()
-                num_bytes = sizes[len(self.spots)]
-                part = parts.get(slot.name)
-                numbers = numbers_of(inner, piece.numel(), part) - (0 if part is None else inner.num_paged(part))
-                coded = num_bytes - piece_bytes(inner, piece.numel(), part)
-                spot = PieceSpot(Owned(slot, piece), place, num_bytes, FP32_BYTES * numbers + coded)
-                self.spots[piece], spot.paged_bytes = spot, paged_bytes(inner, part)
-                place += num_bytes
-                group["params"].append(piece)
-                if not self._coding.is_plain:
-                    spot.packet = torch.empty(self._coding.num_bytes(piece.numel()), dtype=torch.uint8)
-                    self._round(spot)
-                if held:
-                    # It is cut further when the pieces are joined.
-                    inner.state[piece] = state_of_piece(held, slot, kinds)
-                else:
-                    self._put_away(spot)
+                if held := inner.state.pop(slot.param, None):
+                    before[slot] = state_of_piece(held, slot, kinds)
+                if slot in sizes:
+                    spot = self._spot(slot, place, sizes[slot])
+                    self.spots[spot.owned.master] = spot
+                    group["params"].append(spot.owned.master)
+                    place += spot.num_bytes
         self.paged: PagesOnDisk | None = None
         if inner.paged_kind is not None:
             places = {p: spot.place + spot.num_bytes - spot.paged_bytes for p, spot in self.spots.items()}
             largest = max((spot.paged_bytes for spot in self.spots.values()), default=0)
-            self.paged = PagesOnDisk(self.file, meter, places, min(inner.page_bytes, largest))
+            self.paged = PagesOnDisk(self.slots, meter, places, min(inner.page_bytes, largest))
+        # Before a step writes over what was kept.
+        self._before_change: Callable[[], None] = lambda: None
+        if journal is not None:
+            self._before_change = journal.forget_older
+        if journal is None or journal.find(self, layout) is None:
+            self._fill(weights, before)
         largest = max((spot.memory_bytes for spot in self.spots.values()), default=0)
-        self._most_bytes: float = largest if residency.memory is not None else float("inf")
+        self.moving.most_bytes = largest if residency.memory is not None else math.inf
         for bucket in self._buckets:
             bucket.away = self
+
+    def _spot(self, slot: Slot, place: int, num_bytes: int) -> PieceSpot:
+        """A piece without memory."""
+        piece, part = hollow(torch.Size([slot.owned.stop - slot.owned.start])), self._parts.get(slot.name)
+        numbers = numbers_of(self.inner, piece.numel(), part)
+        numbers -= 0 if part is None else self.inner.num_paged(part)
+        coded = num_bytes - piece_bytes(self.inner, piece.numel(), part)
+        spot = PieceSpot(Owned(slot, piece), place, num_bytes, FP32_BYTES * numbers + coded)
+        spot.paged_bytes = paged_bytes(self.inner, part)
+        if not self._coding.is_plain:
+            spot.packet = hollow(torch.Size([self._coding.num_bytes(piece.numel())]), torch.uint8)
+        return spot
+
+    def _fill(self, weights: Weights, before: Mapping[Slot, dict[str, Any]]) -> None:
+        """Take the first masters, and the optimizer's present state."""
+        self._before_change()
+        for piece, spot in self.spots.items():
+            slot = spot.owned.slot
+            give_memory([piece] if spot.packet is None else [piece, spot.packet])
+            piece.copy_(weights.own(slot.bucket)[slot.owned])
+            spot.is_here = True
+            self._round(spot)
+            if slot in before:
+                # It is cut further when the pieces are joined.
+                self.inner.state[piece] = before[slot]
+            else:
+                self.moving.put_away(spot)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What must be the same for a file of an earlier process to be read."""
+        records = {
+            name: [[kind, *record.shape] for kind, record in self.inner.records_of(part).items()]
+            for name, part in self._parts.items()
+        }
+        sizes = {spot.owned.slot.name: [spot.place, spot.num_bytes] for spot in self.spots.values()}
+        return {"pieces": sizes, "masters": str(self._coding), "state": records, "page": self.inner.page_bytes}
+
+    def keep(self) -> dict[str, Any]:
+        """Wait until all of it is on the disk. Return the numbers from which another process goes on."""
+        self.moving.settle()
+        for spot in self.spots.values():
+            if spot.is_here:
+                self.moving.write(spot)
+        pages = [] if self.paged is None else self.paged.keep()
+        self.slots.file.sync()
+        for spot in self.spots.values():
+            spot.kept = {each.place: each.slot for each in spot.stored}
+        kept = {spot.owned.slot.name: self._kept(spot) for spot in self.spots.values()}
+        return {SHELF: self.shape | {"kept": kept, "pages": pages}}
+
+    def _kept(self, spot: PieceSpot) -> dict[str, Any]:
+        """The numbers of a piece that is on the disk; in place of a tensor None, in order of `stored`."""
+        state = self.inner.state.get(spot.owned.master, {})
+        return {
+            "rounded": spot.num_rounded,
+            "stored": [(list(each.tensor.shape), each.place, each.slot, each.sums[each.slot]) for each in spot.stored],
+            "state": {kind: None if isinstance(value, Tensor) else value for kind, value in state.items()},
+        }
+
+    def begin_anew(self) -> None:
+        """Forget what is on the disk. Nothing is kept."""
+        for piece, spot in self.spots.items():
+            spot.stored, spot.kept, spot.num_rounded = [], {}, 0
+            self.inner.state.pop(piece, None)
+        if self.paged is not None:
+            self.paged.begin_anew()
+
+    def go_on(self, kept: Mapping[str, Any]) -> None:
+        """Continue from what `keep` returned in another process.
+
+        Raises ThinwireError if it has another shape, or if the file no longer holds it.
+        """
+        if other := [key for key, value in self.shape.items() if kept[key] != value]:
+            raise ThinwireError(f"it holds other {other[0]} than this run")
+        self.begin_anew()
+        for piece, spot in self.spots.items():
+            found = kept["kept"][spot.owned.slot.name]
+            spot.num_rounded, stored = found["rounded"], iter(found["stored"])
+            self._expect(spot, piece if spot.packet is None else spot.packet, next(stored))
+            for kind, number in found["state"].items():
+                if number is None and kind == self.inner.paged_kind and self.paged is not None:
+                    shape = self.inner.records_of(self._parts[spot.owned.slot.name])[kind].shape
+                    number = self.paged.made(piece, shape)
+                elif number is None:
+                    each = next(stored)
+                    number = self._expect(spot, hollow(torch.Size(each[0])), each)
+                self.inner.state[piece][kind] = number
+            self.moving.check(spot)
+        if self.paged is not None:
+            self.paged.go_on(kept["pages"])
+
+    def _expect(self, spot: PieceSpot, tensor: Tensor, told: Sequence[Any]) -> Tensor:
+        """Note that the disk holds a tensor. told: see `_kept`."""
+        _, place, slot, sums = told
+        stored = StoredTensor(tensor, place, slot)
+        stored.sums[slot], spot.kept[place] = sums, slot
+        spot.stored.append(stored)
+        return tensor
 
     @property
     def owned(self) -> list[Owned]:
@@ -153,8 +216,11 @@ class PiecesOnDisk:
         """Context with a piece and its state in memory, where they may be changed. is_last: its step ends with it."""
         spot = self.spots[piece]
         with self.meter.waiting():
-            self._bring(spot)
-        self._read_ahead(spot)
+            self.moving.bring(spot)
+        if spot.packet is not None and not piece.untyped_storage().nbytes():
+            give_memory([piece])
+            self._coding.decode(spot.packet, piece)
+        self.moving.read_ahead(spot)
         yield
         if is_last and piece.grad is not None:
             self._round(spot)
@@ -162,7 +228,7 @@ class PiecesOnDisk:
             spot.owned.grad.copy_(piece)
         if not spot.stays:
             with self.meter.waiting():
-                self._put_away(spot)
+                self.moving.put_away(spot)
         elif spot.packet is not None:
             piece.untyped_storage().resize_(0)
 
@@ -188,12 +254,12 @@ class PiecesOnDisk:
 
     def step(self, used: Collection[str]) -> Iterator[Any]:
         """See States."""
+        self._before_change()
         stepped = {spot.owned.master for spot in self.spots.values() if spot.owned.slot.name in used}
         for piece, spot in self.spots.items():
             piece.grad = spot.owned.grad if piece in stepped else None
-        self._used = []
-        self.inner.step()
-        self._trace, self._used = self._used, None
+        with self.moving.in_order():
+            self.inner.step()
         for bucket in self._buckets:
             self._clear_padding(bucket)
         for piece in self.spots:
@@ -205,6 +271,7 @@ class PiecesOnDisk:
 
     def step_bucket(self, bucket: FlatBucket, used: Collection[str]) -> None:
         """See BucketStates."""
+        self._before_change()
         own = [spot.owned for spot in self._of(bucket) if spot.owned.slot.name in used]
         for owned in own:
             owned.master.grad = owned.grad
@@ -241,6 +308,7 @@ class PiecesOnDisk:
 
     def set_masters(self, bucket: FlatBucket, values: Tensor, first: int) -> None:
         """See Away."""
+        self._before_change()
         for spot in self._of(bucket):
             own = spot.owned.slot.owned
             low, high = max(first, own.start), min(first + len(values), own.stop)
@@ -259,15 +327,18 @@ class PiecesOnDisk:
         shadow, held = twin_of(self.inner), dict[str, Held]()
         assert isinstance(shadow, SummingOptimizer) and self.inner.shards is not None
         parts, seen = dict[Tensor, Part](), dict[Tensor, Tensor]()
-        self._settle()
+        self.moving.settle()
         if self.paged is not None:
             self.paged.flush()
         for piece, spot in self.spots.items():
             if spot.is_here:
-                self._write(spot, self._tensors(spot))
-            mapped = {tensor: self._mapped(tensor, place) for tensor, place, _ in spot.stored}
+                self.moving.write(spot)
+            mapped = {each.tensor: self.slots.mapped(each.tensor, each.place, each.slot) for each in spot.stored}
             self._write_plain(spot)
-            seen[piece], state = self._mapped(piece, spot.place), self.inner.state.get(piece, {})
+            seen[piece] = self.slots.mapped(piece, spot.place) if spot.packet is not None else mapped[piece]
+            state = self.inner.state.get(piece, {})
+            if (kind := self.inner.paged_kind) in state and self.paged is not None:
+                mapped[state[kind]] = self.paged.mapped(state[kind])
             if state:
                 shadow.state[seen[piece]] = {
                     kind: mapped.get(value, value) if isinstance(value, Tensor) else value
@@ -288,7 +359,8 @@ class PiecesOnDisk:
         """See States."""
         kinds_of = state_kinds(self.inner, list(self.spots))
         groups = {piece: group for group in self.inner.param_groups for piece in group["params"]}
-        self._settle()
+        self.moving.settle()
+        self._before_change()
         self.inner.state.clear()
         rescaled, fresh = set[str](), 0
         for (piece, spot), kinds in zip(self.spots.items(), kinds_of, strict=True):
@@ -321,11 +393,10 @@ class PiecesOnDisk:
 
     def close(self) -> None:
         """Free the disk space."""
-        self._reader.shutdown()
-        self._writer.shutdown()
+        self.moving.close()
         if self.paged is not None:
             self.paged.close()
-        self.file.close()
+        self.slots.file.close()
 
     def _tensors(self, spot: PieceSpot) -> Sequence[Tensor]:
         """The master, or what it is stored as, and the state's tensors."""
@@ -334,98 +405,9 @@ class PiecesOnDisk:
         own = (value for kind, value in state.items() if kind != self.inner.paged_kind)
         return [stored, *(value for value in own if isinstance(value, Tensor) and value.dim())]
 
-    def _bring(self, spot: PieceSpot) -> None:
-        if self._coming is not None and self._coming[0] is not spot:
-            # The order has changed.
-            self._end_reading()
-        if not spot.is_here:
-            while self._leaving and (spot in self._leaving or not self._fits(spot)):
-                self._end_writing()
-            if self._coming is None:
-                self._begin_reading(spot)
-            self._end_reading()
-        master = spot.owned.master
-        if spot.packet is not None and not master.untyped_storage().nbytes():
-            master.untyped_storage().resize_(master.nbytes)
-            self._coding.decode(spot.packet, master)
-
-    def _fits(self, *more: PieceSpot) -> bool:
-        """Whether these are in memory beside what is on its way without more bytes than may be."""
-        while self._leaving and next(iter(self._leaving.values())).done():
-            self._end_writing()
-        moving = {*more, *self._leaving, *(self._coming or ())[:1]}
-        return sum(spot.memory_bytes for spot in moving) <= self._most_bytes
-
-    def _read_ahead(self, spot: PieceSpot) -> None:
-        """Begin to read what came after this piece in the last step, if a step is under way and as the last one."""
-        if self._used is None:
-            return
-        self._used.append(spot)
-        at = len(self._used)
-        if self._trace[at - 1 : at] != [spot] or at == len(self._trace):
-            return
-        after = self._trace[at]
-        if not (after.is_here or after is spot or after in self._leaving) and self._fits(spot, after):
-            self._begin_reading(after)
-
-    def _begin_reading(self, spot: PieceSpot) -> None:
-        for tensor, _, _ in spot.stored:
-            tensor.untyped_storage().resize_(tensor.nbytes)
-        self._coming = spot, self._reader.submit(self._read, spot)
-
-    def _end_reading(self) -> None:
-        if self._coming is not None:
-            (spot, coming), self._coming = self._coming, None
-            coming.result()
-            spot.is_here = True
-
-    def _read(self, spot: PieceSpot) -> None:
-        for tensor, place, sums in spot.stored:
-            self._inwards.read(place, tensor, sums, f"{spot.owned.slot.name!r} is")
-
-    def _put_away(self, spot: PieceSpot) -> None:
-        while self._leaving:
-            self._end_writing()
-        spot.is_here = False
-        self._leaving[spot] = self._writer.submit(self._leave, spot, self._tensors(spot))
-
-    def _end_writing(self) -> None:
-        spot = next(iter(self._leaving))
-        self._leaving.pop(spot).result()
-
-    def _settle(self) -> None:
-        """Wait for what is read and written. Pieces that were read ahead stay in memory until their next use."""
-        self._end_reading()
-        while self._leaving:
-            self._end_writing()
-
-    def _leave(self, spot: PieceSpot, tensors: Sequence[Tensor]) -> None:
-        self._write(spot, tensors)
-        for tensor in (spot.owned.master, *tensors):
-            tensor.untyped_storage().resize_(0)
-
-    def _write(self, spot: PieceSpot, tensors: Sequence[Tensor]) -> None:
-        """Write what has changed of a piece that is in memory."""
-        before = {(tensor, place): sums for tensor, place, sums in spot.stored}
-        at, spot.stored = spot.place, []
-        if spot.packet is not None:
-            # The fp32 numbers of a checkpoint lie in front.
-            at += aligned(spot.owned.master.nbytes)
-        for tensor in tensors:
-            sums = self._outwards.write(at, tensor, before.get((tensor, at), []))
-            spot.stored.append((tensor, at, sums))
-            at += aligned(tensor.nbytes)
-        assert at <= spot.place + spot.num_bytes - spot.paged_bytes
-
     def _write_plain(self, spot: PieceSpot) -> None:
         """Write the fp32 numbers of a piece that is stored in a codec, for a checkpoint."""
         if spot.packet is not None:
             with self.bring(spot.owned.master):
-                self._outwards.write(spot.place, spot.owned.master)
-            self._settle()
-
-    def _mapped(self, tensor: Tensor, place: int) -> Tensor:
-        """A stored tensor as a view of the file."""
-        if not tensor.numel():
-            return tensor
-        return self.file.mapped(place, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+                self.slots.write_plain(spot.place, spot.owned.master)
+            self.moving.settle()

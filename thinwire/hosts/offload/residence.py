@@ -199,8 +199,7 @@ class Residence:
 
         layout: see `layout_of`. seed: of the run.
         """
-        if self.journal is not None:
-            self.journal.by = {"optimizer": type(inner).__name__, "seed": seed}
+        self._known_by(inner, seed)
         self._states = StatesOnDisk(self.options, inner, weights, self.meter, self.pace, self.journal, layout)
         if self.options.gradients == "disk":
             held = [bucket for unit in weights.units for bucket in unit.buckets]
@@ -208,10 +207,20 @@ class Residence:
             self._states.gradients = self.gradients
         return self._states
 
-    def pieces(self, inner: SummingOptimizer, weights: Weights, parts: Mapping[str, Part]) -> PiecesOnDisk:
+    def pieces(
+        self, inner: SummingOptimizer, weights: Weights, parts: Mapping[str, Part], layout: Mapping[str, Any], seed: int
+    ) -> PiecesOnDisk:
         """The same of an optimizer that looks across matrices. parts: what this rank has of them, by parameter."""
-        self._pieces = PiecesOnDisk(self.options, inner, weights, self.meter, self.pace, parts)
+        self._known_by(inner, seed)
+        self._pieces = PiecesOnDisk(
+            self.options, inner, weights, self.meter, self.pace, parts, self.journal, layout
+        )  # fmt: skip
         return self._pieces
+
+    def _known_by(self, inner: torch.optim.Optimizer, seed: int) -> None:
+        """Tell the journal which runs it may continue."""
+        if self.journal is not None:
+            self.journal.by = {"optimizer": type(inner).__name__, "seed": seed}
 
     @property
     def steps_at_once(self) -> bool:
@@ -228,12 +237,13 @@ class Residence:
 
     def commit(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
         """Write a step of a durable run, of which the snapshot lacks masters and states. Raises ThinwireError."""
-        assert self.journal is not None and self._states is not None
+        states = self._states or self._pieces
+        assert self.journal is not None and states is not None
         if self.seen is not None:
             self.seen.add_to(snapshot)
         with self.meter.waiting():
             try:
-                snapshot.own |= self._states.keep()
+                snapshot.own |= states.keep()
                 self.journal.write(step, snapshot, about)
             except OSError as error:
                 raise ThinwireError(f"store {self.journal.folder}: step {step} can't be kept: {error}") from error
@@ -316,9 +326,8 @@ class Residence:
             what = f"{options.slices} parts of a micro-batch, one after another in each layer"
             rows.append(("slices", what, "weights are read once for all of them"))
         files = list(self._states.shelf.files.values()) if self._states is not None else []
-        files += [
-            each.file for each in (self.replicas, self.gradients, self._pieces, self.activations) if each is not None
-        ]
+        files += [each.file for each in (self.replicas, self.gradients, self.activations) if each is not None]
+        files += [] if self._pieces is None else [self._pieces.slots.file]
         if not all(file.is_direct for file in files):
             rows.append(("O_DIRECT", "no", "this file system refuses it: pages are dropped after each write"))
         if options.rate is not None:

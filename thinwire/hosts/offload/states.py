@@ -84,8 +84,11 @@ class StatesOnDisk:
             self._starts[bucket] = numel
             numel += bucket.layout.shard_numel
         grouped = slots_of(inner, list(self._starts))
-        self._like: dict[str, Any] = state_kinds(inner, [next(slots[0] for slots in grouped if slots).param])[0]
-        states = (kind for kind, like in self._like.items() if isinstance(like, Tensor) and like.dim())
+        # What the optimizer holds of a parameter, by group: a group without momentum has no buffer of it.
+        self._like = [next(iter(state_kinds(inner, [slot.param for slot in slots[:1]])), {}) for slots in grouped]
+        states = [
+            kind for likes in self._like for kind, like in likes.items() if isinstance(like, Tensor) and like.dim()
+        ]
         kinds = {MASTER: residency.master_coding} | {kind: residency.coding(kind) for kind in states}
         size = residency.sub_group_numel(len(kinds), numel)
         folder = residency.folder if journal is None else journal.folder
@@ -148,7 +151,7 @@ class StatesOnDisk:
         for part in (part for parts in self._parts.values() for part in parts):
             part.is_known = part.slot.name in numbers
             for kind, number in numbers.get(part.slot.name, {}).items():
-                like = self._like[kind]
+                like = self._like[part.group][kind]
                 part.numbers[kind] = torch.tensor(number, dtype=like.dtype) if isinstance(like, Tensor) else number
 
     def _buckets_in(self, start: int, end: int) -> Iterator[tuple[FlatBucket, int, int]]:
@@ -194,12 +197,13 @@ class StatesOnDisk:
             {**group, "params": [values[part] for part in stepped if part.group == number]}
             for number, group in enumerate(self.inner.param_groups)
         ]
-        kinds = [kind for kind in tensors if kind != MASTER]
         for part, value in values.items():
             # The masters lie in the memory of the host, wherever gradients do.
             value.grad = part.grad.to(value.device)
             if part.is_known:
-                twin.state[value] = part.numbers | {kind: part.of(tensors[kind], start) for kind in kinds}
+                twin.state[value] = part.numbers | {
+                    kind: part.of(tensors[kind], start) for kind in self._like[part.group] if kind in tensors
+                }
         twin.step()
         for part, value in values.items():
             state = twin.state.pop(value, {})
@@ -244,11 +248,11 @@ class StatesOnDisk:
         """See States. The pieces lie on the disk and are saved from there, while training waits."""
         self.shelf.write_out()
         snapshot.in_place = True
-        kinds = [kind for kind in self.shelf.kinds if kind != MASTER]
         for parts in _by_parameter(self._parts).values():
             first, last = parts[0], parts[-1]
             wanted = {f"{WEIGHTS}/{first.slot.name}": MASTER}
-            wanted |= {f"{OPTIMIZER}/{kind}/{first.slot.name}": kind for kind in kinds if first.is_known}
+            kinds = [kind for kind in self._like[first.group] if kind in self.shelf.kinds and first.is_known]
+            wanted |= {f"{OPTIMIZER}/{kind}/{first.slot.name}": kind for kind in kinds}
             for name, kind in wanted.items():
                 snapshot.pieces[name] = first.held(self.shelf.mapped(kind, first.start, last.end)).piece()
             add_betas(snapshot, first.slot.name, self.inner.param_groups[first.group])
@@ -271,15 +275,18 @@ class StatesOnDisk:
                 held = part.held(value)
                 pieces[f"{WEIGHTS}/{name}"] = held.piece()
                 into = {kind: part.of(tensors[kind], start) for kind in tensors if kind != MASTER}
-                states[part] = state = state_for(source, self._like, name, held, pieces, into)
+                like = self._like[part.group]
+                states[part] = state = state_for(source, like, name, held, pieces, into)
                 part.numbers = {kind: value for kind, value in state.items() if kind not in tensors}
-                part.is_known, fresh[name] = bool(state), not state and bool(self._like)
+                part.is_known, fresh[name] = bool(state), not state and bool(like)
             source.read(pieces)
             for part, state in states.items():
                 rescaled.update(rescale(source, part.slot.name, state, self.inner.param_groups[part.group]))
             self.shelf.put(record)
         self.shelf.flush()
-        report_optimizer(source, set(self._like), sum(fresh.values()), len(fresh), rescaled)
+        report_optimizer(
+            source, {kind for like in self._like for kind in like}, sum(fresh.values()), len(fresh), rescaled
+        )
 
 
 def _by_parameter(parts: Mapping[int, Sequence[StatePart]]) -> dict[str, list[StatePart]]:

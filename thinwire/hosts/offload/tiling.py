@@ -16,6 +16,7 @@ from thinwire.errors import ConfigError, first_few
 from thinwire.hosts.offload.hollow import is_hollow
 from thinwire.hosts.offload.tiled import Strip, Tile, TiledEmbedding, TiledLinear
 from thinwire.methods.memory.tiling import TileGrid, cuts
+from thinwire.state.elementwise import is_elementwise
 from thinwire.table import Row
 
 
@@ -38,6 +39,10 @@ class TilePlace:
         run = self.columns.stop - self.columns.start
         is_cut = {"run": run, "row": self.width, "first": self.columns.start} if run < self.width else {}
         return {"numel": self.height * self.width, "offset": self.rows.start * run + offset, **is_cut}
+
+
+# The tiles of each whole tensor that was cut, by its id, with the place of each.
+CutInto = dict[int, list[tuple[nn.Parameter, TilePlace]]]
 
 
 @dataclass
@@ -152,7 +157,7 @@ def tile(
                 users[param].append((path, module))
     held = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     largest, used = ("", 0), set[TileGrid]()
-    parts: dict[int, list[nn.Parameter]] = {}
+    parts: CutInto = {}
     for name, param in list(model.named_parameters()):
         own = users[param]
         is_cut = param.dim() == 2 and param.requires_grad and all(_is_plain(module, param) for _, module in own)
@@ -195,7 +200,7 @@ def _is_plain(module: nn.Module, param: nn.Parameter) -> bool:
 
 
 def _cut(
-    made: TileMap, parts: dict[int, list[nn.Parameter]], name: str, param: nn.Parameter,
+    made: TileMap, parts: CutInto, name: str, param: nn.Parameter,
     users: Sequence[tuple[str, nn.Module]], grid: TileGrid,
 ) -> None:  # fmt: skip
     """Cut a matrix in all modules that use it, and the bias of each."""
@@ -203,26 +208,26 @@ def _cut(
     for what, asked, most in (("outputs", grid.outputs, height), ("inputs", grid.inputs, width)):
         if asked > most:
             raise ConfigError(f"tile {grid}: {path} has {most} {what}, and can't be cut into {asked}; nearest: {most}")
-    tiles = [
-        [_part(param, TilePlace(name, height, width, rows, columns)) for columns in cuts(width, grid.inputs)]
+    spots = [
+        [TilePlace(name, height, width, rows, columns) for columns in cuts(width, grid.inputs)]
         for rows in cuts(height, grid.outputs)
     ]
-    parts[id(param)] = [tile for row in tiles for tile in row]
+    tiles = [[_part(param, place) for place in row] for row in spots]
+    parts[id(param)] = [pair for row in zip(tiles, spots, strict=True) for pair in zip(*row, strict=True)]
     for at, (module_path, module) in enumerate(users):
         bias, prefix = module._parameters.get("bias"), f"{module_path}." if module_path else ""
         own: list[nn.Parameter | None] = [None] * grid.outputs
         if bias is not None:
             places = [TilePlace(f"{prefix}bias", height, 1, rows, slice(0, 1)) for rows in cuts(height, grid.outputs)]
             own = [_part(bias, place) for place in places]
-            parts[id(bias)] = [each for each in own if each is not None]
+            parts[id(bias)] = [(each, place) for each, place in zip(own, places, strict=True) if each is not None]
         made.grids[module_path] = grid
         _change(module, tiles, own)
         for number, row in enumerate(tiles):
             if bias is not None:
                 made.places[f"{prefix}tile{number}_{grid.inputs - 1}.bias"] = places[number]
             for inside in range(len(row)) if at == 0 else ():
-                rows, columns = list(cuts(height, grid.outputs))[number], list(cuts(width, grid.inputs))[inside]
-                made.places[f"{prefix}tile{number}_{inside}.weight"] = TilePlace(name, height, width, rows, columns)
+                made.places[f"{prefix}tile{number}_{inside}.weight"] = spots[number][inside]
 
 
 def _part(param: nn.Parameter, place: TilePlace) -> nn.Parameter:
@@ -257,10 +262,15 @@ def _change(module: Any, tiles: list[list[nn.Parameter]], biases: list[nn.Parame
     module.take(grid)
 
 
-def _replace(optimizer: torch.optim.Optimizer, parts: Mapping[int, list[nn.Parameter]], made: TileMap) -> None:
-    """Give an optimizer the tiles. Raises ConfigError if it has state for what was cut."""
-    if any(id(param) in parts for param in optimizer.state):
-        raise ConfigError("tile: the optimizer has taken steps with whole matrices: cut the model before the first")
+def _replace(optimizer: torch.optim.Optimizer, parts: CutInto, made: TileMap) -> None:
+    """Give an optimizer the tiles, each with its part of the state."""
+    for param in [param for param in optimizer.state if id(param) in parts]:
+        held = optimizer.state.pop(param)
+        for tile, place in parts[id(param)]:
+            optimizer.state[tile] = {
+                kind: place.of(value).contiguous() if is_elementwise(value, param) else copy.deepcopy(value)
+                for kind, value in held.items()
+            }
     by_whole: dict[str, list[str]] = defaultdict(list)
     for tile_name, place in made.places.items():
         by_whole[place.name].append(tile_name)
@@ -271,6 +281,6 @@ def _replace(optimizer: torch.optim.Optimizer, parts: Mapping[int, list[nn.Param
         group["params"] = list(_expanded(group["params"], parts))
 
 
-def _expanded(params: Sequence[nn.Parameter], parts: Mapping[int, list[nn.Parameter]]) -> Iterator[nn.Parameter]:
+def _expanded(params: Sequence[nn.Parameter], parts: CutInto) -> Iterator[nn.Parameter]:
     for param in params:
-        yield from parts.get(id(param), [param])
+        yield from (tile for tile, _ in parts[id(param)]) if id(param) in parts else [param]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireError
+from thinwire.hosts.offload.slots import SlottedFile, target_of
 from thinwire.methods.memory.residency import FP32_BYTES
 from thinwire.methods.memory.setup import NUM_PAGES
-from thinwire.tiers import DiskFile, TierMeter
+from thinwire.tiers import TierMeter
 from thinwire.tiers.checksum import crc32
 from thinwire.tiers.pool import Pool, aligned, pages
 
 
 class Page(NamedTuple):
-    """Bytes [start, start + num_bytes) of the file."""
+    """Bytes [start, start + num_bytes) of a slot."""
 
     start: int
     num_bytes: int
@@ -31,18 +32,21 @@ class PagesOnDisk:
     the first one of the record that followed the last time.
 
     Args:
-        places: of each piece: where its record begins in the file.
+        places: of each piece: where its record begins in a slot.
         page_bytes: the most of a page.
     """
 
-    def __init__(self, file: DiskFile, meter: TierMeter, places: Mapping[Tensor, int], page_bytes: int) -> None:
-        self.file, self.meter, self._places, self._page_bytes = file, meter, places, page_bytes
+    def __init__(self, slots: SlottedFile, meter: TierMeter, places: Mapping[Tensor, int], page_bytes: int) -> None:
+        self.slots, self.meter, self._places, self._page_bytes = slots, meter, places, page_bytes
         self._pool: Pool | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="thinwire-write")
         # Where each record begins, by the tensor that stands for it.
         self._starts: dict[Tensor, int] = {}
         self._sums: dict[Page, int] = {}
+        # Where each page was last written, and where it was last kept.
+        self._slot_of: dict[Page, int] = {}
+        self._safe: dict[Page, int] = {}
         self._writing: dict[Page, Future[None]] = {}
         # Pages that stay in memory, and those of them that differ from the disk.
         self._kept: dict[Page, Tensor] = {}
@@ -54,16 +58,26 @@ class PagesOnDisk:
         self._ahead: tuple[Page, Future[Tensor]] | None = None
 
     def made(self, piece: Tensor, shape: torch.Size) -> Tensor:
-        """See PagedRecords. The tensor is a view of the file, for checkpoints."""
+        """See PagedRecords. The tensor is a view of the file."""
         start, num_bytes = self._places[piece], FP32_BYTES * shape.numel()
         self.flush()
         for page in [page for page in self._sums if start <= page.start < start + num_bytes]:
             del self._sums[page]
             if self._kept.pop(page, None) is not None:
                 self._left += aligned(page.num_bytes)
-        found = self.file.mapped(start, num_bytes).view(torch.float32).view(shape)
+        found = self.slots.file.mapped(start, num_bytes).view(torch.float32).view(shape)
         self._starts = {other: at for other, at in self._starts.items() if at != start} | {found: start}
         return found
+
+    def holds(self, values: Tensor) -> bool:
+        """See PagedRecords."""
+        return values in self._starts
+
+    def mapped(self, values: Tensor) -> Tensor:
+        """A record as a view of what was last written, for checkpoints. Call `flush` first."""
+        start = self._starts[values]
+        slot = next((slot for page, slot in self._slot_of.items() if page.start == start), 0)
+        return self.slots.mapped(values, start, slot)
 
     def pages(self, values: Tensor, num_rows: int, *, changes: bool) -> Iterator[tuple[slice, Tensor]]:
         """See PagedRecords."""
@@ -96,12 +110,36 @@ class PagesOnDisk:
     def flush(self) -> None:
         """Wait until all of it is on the disk. Raises ThinwireError."""
         self._forget_ahead()
+        self._write_changed()
+
+    def _write_changed(self) -> None:
         for page in sorted(self._changed):
             self._write(page, self._kept[page])
         self._changed.clear()
         for future in self._writing.values():
             future.result()
         self._writing.clear()
+
+    def keep(self) -> list[list[int]]:
+        """Write what is not on the disk. Return the numbers with which another process can `go_on`."""
+        self._write_changed()
+        self._safe = {page: self._slot_of[page] for page in self._sums}
+        return [[*page, self._slot_of[page], checksum] for page, checksum in self._sums.items()]
+
+    def go_on(self, kept: Iterable[Sequence[int]]) -> None:
+        """Continue from what `keep` returned, with records that were `made`. Raises ThinwireError for damaged pages."""
+        for start, num_bytes, slot, checksum in kept:
+            page = Page(start, num_bytes)
+            self._sums[page], self._slot_of[page], self._safe[page] = checksum, slot, slot
+        for page in self._sums:
+            memory = self._begin(page).result()
+            assert self._pool is not None
+            self._pool.give_back(memory)
+
+    def begin_anew(self) -> None:
+        """Forget all records. Nothing is kept."""
+        for held in (self._starts, self._sums, self._slot_of, self._safe):
+            held.clear()
 
     def close(self) -> None:
         """Stop reading and writing."""
@@ -155,9 +193,11 @@ class PagesOnDisk:
             part.zero_()
             return memory
         try:
-            self.file.read(page.start, part)
+            self.slots.file.read(self.slots.at(page.start, self._slot_of[page]), part)
             if crc32(part) != self._sums[page]:
-                raise ThinwireError(f"store {self.file.folder}: a window is not what was written: the disk is damaged")
+                raise ThinwireError(
+                    f"store {self.slots.file.folder}: a window is not what was written: the disk is damaged"
+                )
         except BaseException:
             self._pool.give_back(memory)
             raise
@@ -172,5 +212,6 @@ class PagesOnDisk:
 
     def _write(self, page: Page, memory: Tensor) -> None:
         part = memory[: aligned(page.num_bytes)]
-        self._sums[page] = crc32(part)
-        self.file.write(page.start, part)
+        slot = target_of(self._safe.get(page))
+        self._sums[page], self._slot_of[page] = crc32(part), slot
+        self.slots.file.write(self.slots.at(page.start, slot), part)

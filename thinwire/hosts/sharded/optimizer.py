@@ -140,7 +140,8 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             if not has_masters and isinstance(inner, SummingOptimizer):
                 cuts = [(comm.rank, own) for comm, own in self._cuts(across)]
                 parts = {name: part for rank, own in cuts for name, part in parts_of(own, rank, across).items()}
-                self.states = pieces = residence.pieces(inner, self._weights, parts)
+                layout = layout_of(method, self.comm, self.buckets)
+                self.states = pieces = residence.pieces(inner, self._weights, parts, layout, seed)
                 self._sums = self._join(inner, pieces.owned, across, pieces.bring, pieces.paged)
             elif not has_masters:
                 self.states = residence.states(inner, self._weights, layout_of(method, self.comm, self.buckets), seed)

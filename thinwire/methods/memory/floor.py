@@ -55,7 +55,7 @@ class Floor:
         parts |= setup.outer
         disk = passing = 0
         if residency.optimizer != "memory" and states.disk:
-            disk = states.disk + residency.coded_bytes(states.masters)
+            disk = residency.piece_disk_bytes(states.disk, states.masters)
             parts["optimizer"] = states.piece + residency.coded_bytes(min(states.piece, states.masters))
         elif residency.optimizer != "memory":
             each = NUM_STATES * FP32_BYTES

@@ -97,11 +97,6 @@ def check_across(residency: Residency, optimizer: str, *, streams: bool) -> None
             f"{what}needs a gradient more than once in a step; nearest: --residency.gradients memory, or, for an "
             f"Apollo that limits its updates, {AT_ONCE}"
         )
-    if residency.durable:
-        problems.messages.append(
-            f"{what}its pieces have one slot each, which a step overwrites; nearest: adamw, or checkpoints, without "
-            "--residency.durable"
-        )
     problems.raise_any()
 
 

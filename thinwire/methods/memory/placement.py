@@ -147,9 +147,11 @@ def _states_on_disk(residency: Residency, setup: Setup, floor: Floor, left: int)
         # Updated masters are sent from the disk if gradients did not wait for them in memory.
         reads = states.num_reads + (residency.gradients == AT_ONCE)
         held, moved = min(in_passing + staying, states.whole), whole - staying
+        written = whole + states.masters if residency.durable else moved
         # What is read in pages stays first.
         paged = max(0, states.paged - staying)
-        return MemoryPart(name, held, states.disk + coded, reads * moved + paged, moved)
+        disk = residency.piece_disk_bytes(states.disk, states.masters)
+        return MemoryPart(name, held, disk, reads * moved + paged, written)
     whole = int(residency.state_share * states.whole)
     staying = min(whole, left) if residency.optimizer == "auto" else 0
     written = whole + states.whole // NUM_STATES if residency.durable else whole - staying

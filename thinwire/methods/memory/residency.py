@@ -113,6 +113,8 @@ class Residency:
                 raise ConfigError(f"memory {self.memory!r}: must be above 0; nearest: '1gb'")
             if self.store == "":
                 raise ConfigError("store '': must name a folder; nearest: '/var/tmp/thinwire', or none")
+            if isinstance(self.store, str) and self.store.startswith("~") and not expands(self.store):
+                raise ConfigError(f"store {self.store!r}: there is no such user; nearest: '/var/tmp/thinwire'")
             if isinstance(self.activations, str):
                 share_of(self.activations)
         with problems.collect():
@@ -258,10 +260,19 @@ class Residency:
         What is not stored as fp32 has a second place on the disk, where it is fp32 for a checkpoint. A durable step has
         two slots of all, and of the weights that belong to the masters.
         """
-        slots = 2 if self.durable else 1
-        weights = slots * state_bytes // 3 if self.durable else 0
         coded = 2 * (not self.codec.traits.lossless) + self.codes_masters
-        return slots * int(self.state_share * state_bytes) + coded * state_bytes // 3 + weights
+        return coded * state_bytes // 3 + self._in_slots(int(self.state_share * state_bytes), state_bytes // 3)
+
+    def piece_disk_bytes(self, piece_bytes: int, master_bytes: int) -> int:
+        """Bytes on the disk for pieces of tensors that take so many bytes there with fp32 masters.
+
+        Of masters in a codec, each slot has a place for the fp32 numbers of a checkpoint.
+        """
+        return self._in_slots(piece_bytes + self.coded_bytes(master_bytes), master_bytes)
+
+    def _in_slots(self, num_bytes: int, master_bytes: int) -> int:
+        """Bytes of all slots, each with the weights that belong to the masters of a durable step."""
+        return 2 * (num_bytes + master_bytes) if self.durable else num_bytes
 
     def coded_bytes(self, master_bytes: int) -> int:
         """What masters of so many bytes in fp32 are stored as, in bytes; 0: they are stored as they are.
@@ -287,6 +298,14 @@ def same_everywhere(residency: Residency | None) -> dict[str, object]:
     """What of a residency must be the same on all ranks; None: nothing lies on a disk."""
     tile, at_once = (None, False) if residency is None else (residency.tile, residency.gradients == AT_ONCE)
     return {"tile": tile, "gradients that are stepped as they arrive": at_once}
+
+
+def expands(folder: str) -> bool:
+    """Whether the user that a folder such as ~/store names has a home."""
+    try:
+        return bool(Path(folder).expanduser())
+    except RuntimeError:
+        return False
 
 
 def share_of(activations: str) -> float | None:

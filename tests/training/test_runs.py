@@ -143,7 +143,7 @@ def test_a_killed_worker_is_named_and_nothing_is_lost(runner: CommandRunner) -> 
     assert f"rank 1 (pid {workers[1]}) was killed by SIGKILL" in err and "Traceback" not in err
     assert err.count("\n") <= 3
     page = runner.folder / "killed" / "report.html"
-    assert f"report: {page}; " in err and "the run goes on, or was killed" in page.read_text()
+    assert f"report: {page}; " in err and "The run was broken off after step" in page.read_text()
     assert not any(map(is_running, workers))
     steps = [line["step"] for line in runner.metrics("killed")]
     assert steps == list(range(1, len(steps) + 1)) and f"{len(steps)} steps in " in err

@@ -54,7 +54,8 @@ class RowCodec:
     """How rows become a packet, and come back; all ranks have the same one.
 
     Where `width` is a multiple of `codec.block`, groups end at a row's end. What a row draws follows from its number,
-    see `Codec.encode_rows`. So it is rounded alike whichever rows it travels with.
+    see `Codec.encode_rows`. So it is rounded alike whichever rows it travels with. Of narrower rows, a message is one
+    tensor for the codec, whose draws count on from the first row's number.
 
     codec: None: the rows' own bytes, in their own dtype. tells: numbers travel with their rows, modulo 2^32.
     """
@@ -84,6 +85,9 @@ class RowCodec:
             body.copy_(rows.view(-1).view(torch.uint8))
         elif not self.codec.traits.draws:
             self.codec.encode(rows.float(), out=body)
+        elif self.width % self.codec.block or not len(rows):
+            first = int(numbers[0]) if len(rows) else 0
+            self.codec.encode(rows.float(), seed=self.seed, counter=first * self.width, out=body)
         else:
             self.codec.encode_rows(rows.float(), numbers, seed=self.seed, out=body)
         return out

@@ -162,7 +162,8 @@ class SequenceRanks:
             logits = own(part)
             if targets is None:
                 return self.whole(logits)
-            total = F.cross_entropy(logits.flatten(0, 1).float(), aims.flatten(), reduction="sum")
+            wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+            total = F.cross_entropy(wide, aims.flatten(), reduction="sum")
             return balanced(self.mean_loss_of_sequences(total, (aims != IGNORED).sum()))
 
         return forward

@@ -192,7 +192,8 @@ def _in_chunks(made: Cut, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[in
             hidden = left.detach().requires_grad_()
         if made.vocabulary is not None:
             logits = made.model.get_submodule(made.vocabulary.head)(hidden)
-            passed.append((hidden, F.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten()), {}))
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+            passed.append((hidden, F.cross_entropy(wide, batch[1].flatten()), {}))
         gradient: Tensor | None = None
         for place in reversed(range(len(passed))):
             number = min(place, made.num_chunks - 1)

@@ -217,3 +217,23 @@ def test_an_optimizer_has_its_options_in_brackets() -> None:
         with pytest.raises(ConfigError) as caught:
             read_optimizer(text)
         assert all(rule in str(caught.value) for rule in rules) and f"--optimizer {text}: " in str(caught.value)
+
+
+def test_a_flag_of_an_axis_decides_over_the_mesh_of_a_file_and_keeps_its_other_axes(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('workers = 4\nmesh = "data=1,sequence=2,expert=2"\n[experts]\ndispatch = "int8"\n')
+    config = read(str(path), "--workers", "2", "--experts.parallel", "1")
+    assert config.mesh is None and dict(config.mesh_shape.sizes) == {"data": 1, "sequence": 2}
+    assert config.tables["experts"]["dispatch"] == "int8"
+    path.write_text('workers = 4\nmesh = "data=1,pipeline=2,tensor=2"\n')
+    assert dict(read(str(path), "--stages", "1").mesh_shape.sizes) == {"data": 2, "tensor": 2}
+    path.write_text('model = "moe-tiny"\nworkers = 4\n[experts]\nparallel = 4\n')
+    assert dict(read(str(path), "--mesh", "data=4").mesh_shape.sizes) == {"data": 4}
+
+
+def test_a_resume_on_fewer_ranks_than_a_node_had_forgets_the_size_of_its_nodes(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("workers = 4\nlocal-size = 2\n")
+    resume = "--resume", "--run-dir", str(tmp_path)
+    assert read(*resume, "--workers", "1").local_size is None
+    assert read(*resume, "--workers", "2").local_size == 2
+    assert read(*resume, "--workers", "1", "--local-size", "2").local_size == 2

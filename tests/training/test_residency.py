@@ -465,3 +465,9 @@ def test_weights_that_are_cut_stay_cut_to_the_end_of_a_run_on_a_disk_or_under_a_
         assert most == whole
         for losses, held, _ in others:
             assert losses == plain and held < 0.8 * whole
+
+
+def test_the_least_budget_is_the_floor_where_no_sub_group_takes_a_share_of_it() -> None:
+    parts = {"process": 400_000_000, "optimizer": 100_000_000}
+    assert Floor(parts, 0, is_whole=True).least_bytes() == 500_000_000
+    assert Floor(parts, 0, is_whole=True, passing=100_000).least_bytes() > 500_000_000

@@ -11,7 +11,7 @@ import tyro
 
 from thinwire.errors import ConfigError, Problems
 from thinwire.flags import CommandLine, Stated
-from thinwire.run.config import TrainConfig
+from thinwire.run.config import AXIS_TABLES, TrainConfig
 from thinwire.run.run_dir import RunDir
 
 # The flags under their titles in --help; the first are those that most runs need.
@@ -96,9 +96,13 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
     elif "minutes" in flags:
         below = replace(below, steps=TrainConfig().steps)
     if "mesh" in flags:
-        below = replace(below, stages=None, tensor=None)
-    elif "stages" in flags or "tensor" in flags:
-        below = replace(below, mesh=None)
+        below = below.without_axes()
+    elif below.mesh is not None and (
+        {"stages", "tensor"} & flags.keys() or any("parallel" in tables.get(name, {}) for name in AXIS_TABLES.values())
+    ):
+        below = below.by_flags()
+    if asked.resume and "local_size" not in flags and (below.local_size or 1) > replace(below, **flags).world_size:
+        below = replace(below, local_size=None)
     if (limit := own_limit()) is not None and (flags.get("memory") or below.memory) is None:
         flags["memory"] = limit
     tables = {name: {**below.tables.get(name, {}), **tables.get(name, {})} for name in {**below.tables, **tables}}

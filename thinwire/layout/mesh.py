@@ -77,7 +77,9 @@ class MeshShape:
         for part in text.split(","):
             name, _, size = (word.strip() for word in part.partition("="))
             if not (size.isascii() and size.isdecimal() and int(size)):
-                raise ConfigError(f"--mesh {text}: {part!r} must be AXIS=RANKS, such as data=2,tensor=2")
+                raise ConfigError(
+                    f"--mesh {text}: {part!r} must be AXIS=RANKS with at least 1 rank, such as data=2,tensor=2"
+                )
             if name in sizes:
                 raise ConfigError(f"--mesh {text}: the axis {name} is stated twice")
             check_axis(name)

@@ -287,6 +287,22 @@ class TrainConfig:
         }  # fmt: skip
         return {axis: (AXIS_FLAGS[axis], size) for axis, size in sizes.items()}
 
+    def without_axes(self) -> TrainConfig:
+        """The same without the axes that flags other than --mesh state."""
+        tables = {name: dict(values) for name, values in self.tables.items()}
+        for name in AXIS_TABLES.values():
+            tables.get(name, {}).pop("parallel", None)
+        return replace(self, stages=None, tensor=None, tables={name: each for name, each in tables.items() if each})
+
+    def by_flags(self) -> TrainConfig:
+        """The same with the axes of --mesh as the flags of each. Raises ConfigError for text that can't be read."""
+        sizes, bare = {} if self.mesh is None else MeshShape.parse(self.mesh).sizes, self.without_axes()
+        tables = {name: dict(values) for name, values in bare.tables.items()}
+        for axis, name in AXIS_TABLES.items():
+            if sizes.get(axis, 1) > 1:
+                tables.setdefault(name, {})["parallel"] = sizes[axis]
+        return replace(bare, mesh=None, stages=sizes.get("pipeline"), tensor=sizes.get("tensor"), tables=tables)
+
     @property
     def num_shares(self) -> int:
         """Number of ranks that see different data."""
@@ -303,6 +319,8 @@ AUTO = "auto"
 AXIS_FLAGS = {
     "pipeline": "--stages", "expert": "--experts.parallel", "sequence": "--sequence.parallel", "tensor": "--tensor",
 }  # fmt: skip
+# The table in which an axis has its ranks, if it is not a flag of its own.
+AXIS_TABLES = {"expert": "experts", "sequence": "sequence"}
 # Smallest value each number may have; None stands for "above zero".
 LOWEST: dict[str, int | None] = {
     "workers": 1, "local_size": 1, "stages": 1, "tensor": 1, "nodes": 1, "node": 0, "steps": 1, "stop_at": 1,

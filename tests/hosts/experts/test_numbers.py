@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +14,7 @@ import thinwire
 from tests.hosts.experts.test_parallel import filled
 from tests.workers import run_workers
 from thinwire import ExpertParallel
+from thinwire.errors import ConfigError
 
 NUM, WIDTH = 20, 32
 EVEN = {1: [20], 2: [10, 10], 4: [5, 5, 5, 5]}
@@ -98,3 +100,30 @@ def test_rows_are_rounded_alike_on_any_number_of_ranks() -> None:
                 else:
                     # Products with other numbers of rows differ in their last bits, sums of rows too.
                     assert float((a - b).abs().max() / a.abs().max()) < 1e-12, name
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    """What is said of numbers that are not one for each token."""
+    model, told = torch.nn.Module(), list[str]()
+    model.experts = experts = filled(0)
+    ep = thinwire.expert_parallel(model, ExpertParallel(1, dispatch="int8/32"), timeout_s=60)
+    x, index, weights = torch.randn(4, WIDTH).double(), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2).double()
+    wrong: list[Any] = [
+        lambda n: torch.arange(n + 1),
+        lambda n: torch.arange(n).float(),
+        lambda n: None,
+        torch.arange(4),
+    ]
+    for tokens in wrong:
+        ep.tokens = tokens
+        with pytest.raises(ConfigError, match=r"ep\.tokens: gave .*nearest: lambda") as error:
+            experts(x, index, weights)
+        told.append(str(error.value))
+    ep.close()
+    return told
+
+
+def test_numbers_that_are_not_one_for_each_token_are_refused() -> None:
+    ((more, floats, nothing, _),) = run_workers(refused, 1)
+    assert "gave torch.int64 [5] for 4 tokens" in more
+    assert "torch.float32 [4]" in floats and "NoneType" in nothing

@@ -17,6 +17,7 @@ from thinwire.checkpoint import Piece, Share
 from thinwire.codecs.random import GAMMA, MASK32
 from thinwire.collectives import Communicator, Meter
 from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
+from thinwire.errors import ConfigError
 from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.experts.once import Once, work_on
 from thinwire.hosts.experts.stopwatch import Stopwatch
@@ -128,11 +129,25 @@ class ExpertRanks:
             self._wires[key] = (wire if once is None else once.outer), once
         return self._wires[key]
 
+    @staticmethod
+    def _numbered(tokens: Callable[[int], Tensor], num_tokens: int) -> Tensor:
+        """What `tokens` says. Raises ConfigError unless it is a number for each token."""
+        found = tokens(num_tokens) if callable(tokens) else tokens
+        if not (callable(tokens) and isinstance(found, Tensor) and found.shape == (num_tokens,)) or (
+            found.is_floating_point() or found.is_complex()
+        ):
+            told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(
+                f"ep.tokens: gave {told} for {num_tokens} tokens: must be a function of how many that returns their "
+                f"numbers in the global batch, int64 [{num_tokens}]; nearest: lambda n: torch.arange(n)"
+            )
+        return found
+
     def forward(self, experts: Experts | FusedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum over each token's experts, see Experts; `watch` takes the time. A collective."""
         x = self.watch.begins(x)
         layer = self.modules.index(module_of(experts))
-        own = self.wire.own_tokens(len(x)) if self.tokens is None else self.tokens(len(x))
+        own = self.wire.own_tokens(len(x)) if self.tokens is None else self._numbered(self.tokens, len(x))
         tokens = own + (layer * GAMMA & MASK32)
         if self.once is not None:
             return self.watch.ends(self.once.forward(experts, x, index, weights, tokens))

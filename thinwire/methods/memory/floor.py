@@ -106,8 +106,9 @@ class Floor:
 
     def least_bytes(self, more: float = 0.0) -> float:
         """The smallest budget that suffices, in bytes. more: what a process holds beyond a usual one."""
-        # A larger budget has larger sub-groups.
-        return max(self.num_bytes + more, (self.step_bytes - self.passing + more) / (1 - PASSING_SHARE))
+        # A larger budget has larger sub-groups, where they pass through memory.
+        share = PASSING_SHARE if self.passing else 0.0
+        return max(self.num_bytes + more, (self.step_bytes - self.passing + more) / (1 - share))
 
     def check(self, memory_bytes: int | None, spelled: str = "--memory {}") -> None:
         """Raise ConfigError, listing all parts, for a budget below it. spelled: how a budget is stated."""

@@ -43,7 +43,9 @@ class TileGrid:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"tile {text!r}: {pattern!r} is not a regular expression: {error}") from None
+            raise ConfigError(
+                f"tile {text!r}: {pattern!r} is not a regular expression: {error}; nearest: {re.escape(pattern)!r}"
+            ) from None
         return cls(pattern, int(found[1]), int(found[2]))
 
     def takes(self, name: str, numel: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from tests.checkpoint.replicas import Replica
 from thinwire.hosts.offload import replicas, spill
 from thinwire.layout import buckets
 from thinwire.methods.memory import floor
+from thinwire.tiers import DiskFile
 
 STEPS = 3
 
@@ -35,6 +38,22 @@ def assert_same(one: Any, other: Any) -> None:
     assert one[0] == other[0]
     for key, weights in one[1].items():
         assert torch.equal(weights, other[1][key]), key
+
+
+def tear_write(rank: int, at: int) -> None:
+    """Let the second rank be killed in its write number `at` to a file with a name: half of it is written."""
+    write, count = DiskFile.write, 0
+
+    def torn_write(self: DiskFile, place: int, memory: torch.Tensor) -> None:
+        nonlocal count
+        count += rank == 1 and self.path is not None
+        if count == at:
+            memory[len(memory) // 2 :] = 255
+        write(self, place, memory)
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    DiskFile.write = torn_write  # type: ignore[method-assign]
 
 
 class View(torch.nn.Module):

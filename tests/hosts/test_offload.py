@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from tests.checkpoint.replicas import Net, Replica, atoms, batch
-from tests.hosts.on_disk import STEPS, assert_same, cut_small, followed
+from tests.hosts.on_disk import STEPS, assert_same, cut_small, followed, tear_write
 from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.compose import apply
 from thinwire.errors import ConfigError
-from thinwire.tiers import DiskFile
 
 NAMES = ("zero", "sdp4bit-loco", "frontier")
 
@@ -165,18 +162,7 @@ def torn(rank: int, world_size: int, folder: Path, at: int) -> str:
     for step in range(STEPS):
         replica.step(step)
         replica.optimizer.commit({})
-    write, count = DiskFile.write, 0
-
-    def torn_write(self: DiskFile, place: int, memory: torch.Tensor) -> None:
-        nonlocal count
-        count += rank == 1 and self.path is not None
-        if count == at:
-            memory[len(memory) // 2 :] = 255
-        write(self, place, memory)
-        if count == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    DiskFile.write = torn_write  # type: ignore[method-assign]
+    tear_write(rank, at)
     try:
         replica.step(STEPS)
         replica.optimizer.commit({})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 import thinwire
 from tests.checkpoint.replicas import STRATEGIES, Net, Replica, batch
-from tests.hosts.on_disk import STEPS, assert_same, cut_small, followed
+from tests.hosts.on_disk import STEPS, assert_same, cut_small, followed, tear_write
 from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.compose import apply
@@ -20,7 +18,6 @@ from thinwire.errors import ConfigError
 from thinwire.hosts.offload.moving import PieceSpot
 from thinwire.hosts.offload.pieces import PiecesOnDisk
 from thinwire.optim import mfac
-from thinwire.tiers import DiskFile
 
 
 def across(
@@ -237,18 +234,7 @@ def killed_in_a_write(rank: int, world_size: int, folder: Path, name: str) -> st
     """Steps that are kept, and one in whose write the second rank is killed: half of it is written."""
     replica = kept(name, rank, world_size, folder, 0)
     steps_of(replica, name, 0, STEPS)
-    write, count, at = DiskFile.write, 0, KILLS[name][2]
-
-    def torn_write(self: DiskFile, place: int, memory: torch.Tensor) -> None:
-        nonlocal count
-        count += rank == 1 and self.path is not None
-        if count == at:
-            memory[len(memory) // 2 :] = 255
-        write(self, place, memory)
-        if count == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    DiskFile.write = torn_write  # type: ignore[method-assign]
+    tear_write(rank, KILLS[name][2])
     try:
         steps_of(replica, name, STEPS, 2)
     except RuntimeError as error:

@@ -85,9 +85,8 @@ class RowCodec:
             body.copy_(rows.view(-1).view(torch.uint8))
         elif not self.codec.traits.draws:
             self.codec.encode(rows.float(), out=body)
-        elif self.width % self.codec.block or not len(rows):
-            first = int(numbers[0]) if len(rows) else 0
-            self.codec.encode(rows.float(), seed=self.seed, counter=first * self.width, out=body)
+        elif self.width % self.codec.block:
+            Codec.encode_rows(self.codec, rows.float(), numbers, seed=self.seed, out=body)
         else:
             self.codec.encode_rows(rows.float(), numbers, seed=self.seed, out=body)
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -169,8 +170,8 @@ def test_what_the_disk_gives_back_is_compared(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_is_named_with_what_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write behind the training is told by the next one; half a write is finished; a read of nothing is an end."""
-    shelf = Shelf(tmp_path, {"a": PLAIN}, 4096, 2048, TierMeter(), Pace())
+    """A lost write is told by the next one and by a read; half a write is finished; a read of nothing is an end."""
+    shelf, other = (Shelf(tmp_path, {"a": PLAIN}, 4096, 2048, TierMeter(), Pace()) for _ in range(2))
     written, write = list[int](), os.pwritev
 
     def halves(file: int, views: list[memoryview], place: int) -> int:
@@ -180,21 +181,23 @@ def test_a_disk_that_fails_is_named_with_what_it_was_given(tmp_path: Path, monke
     def full(file: int, views: list[memoryview], place: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def put(value: float) -> None:
+    def put(shelf: Shelf, value: float) -> None:
         for record in shelf.each():
             shelf.take(record)["a"].fill_(value)
             shelf.put(record)
         shelf.flush()
 
+    put(other, 1.0)
     monkeypatch.setattr(os, "pwritev", halves)
-    put(1.0)
+    put(shelf, 1.0)
     assert written == [BLOCK_BYTES] * 4
     monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(ThinwireError, match="8192 bytes can't be written to it: No space left on device"):
-        put(2.0)
+    for lose in (partial(put, shelf, 2.0), shelf.flush, partial(shelf.take, 0)):
+        with pytest.raises(ThinwireError, match="8192 bytes can't be written to it: No space left on device"):
+            lose()
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(ThinwireError, match="8192 bytes can't be read from it: the file ends here"):
-        shelf.take(0)
+        other.take(0)
 
 
 def test_a_folder_in_memory_and_a_full_disk_are_refused(tmp_path: Path) -> None:

@@ -113,9 +113,10 @@ class Shelf:
         The tensors may be changed in place until `put` or `leave`. kinds: the kinds to read; None: all.
         """
         if number in self._staying:
-            if writing := self._writing.pop(number, None):
+            if writing := self._writing.get(number):
                 with self.meter.waiting():
                     writing.result()
+                del self._writing[number]
             return self._tensors(number, self._staying[number], kinds)
         for other in self._reading.keys() - {number}:
             self.pool.give_back(self._reading.pop(other).result())
@@ -305,9 +306,10 @@ class Shelf:
         self._sums[number], self._slots[number] = sums, at
 
     def _check_written(self) -> None:
-        """Raise the error of a write that failed in the background."""
+        """Raise the error of a write that failed in the background. It stays, since the record was lost."""
         for number in [number for number, future in self._writing.items() if future.done()]:
-            self._writing.pop(number).result()
+            self._writing[number].result()
+            del self._writing[number]
 
 
 def _whole(numel: int) -> int:

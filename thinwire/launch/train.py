@@ -30,14 +30,14 @@ def train(stated: Stated, problems: Problems) -> int:
     place = ProcessPlace.from_environment()
     if config.dry_run:
         return dry_run(config, problems) if place is None or place.rank == 0 else 0
+    if config.memory is not None:
+        # Before torch allocates anything.
+        give_pages_back()
     if place is None:
         return launch(config, problems, began)
     if config.model == "auto":
         raise ConfigError("--model auto: torchrun's workers would choose for themselves; nearest: --model demo")
     asked, config = config.workers, replace(config, workers=place.world_size, nodes=1, node=0, join=None)
-    if config.memory is not None:
-        # Before anything large is allocated and freed.
-        give_pages_back()
     if recovers(config):
         return stage(config, problems, place)
     if place.rank:

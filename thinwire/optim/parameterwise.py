@@ -46,7 +46,7 @@ class Parameterwise(torch.optim.Optimizer):
 
 
 # What `adamw` remembers of a parameter, by kind; a tensor of one element stands for each tensor.
-ADAMW_KINDS = {"step": 0, "exp_avg": torch.empty(1), "exp_avg_sq": torch.empty(1)}
+ADAMW_KINDS = {"step": 0} | dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.empty(1, device="meta"))
 
 
 def adamw(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:

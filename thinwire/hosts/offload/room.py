@@ -23,10 +23,12 @@ def give_pages_back(num_bytes: int = OWN_PAGES_BYTES) -> None:
     """Make the allocator return freed blocks to the system at once instead of keeping them in this process's heap.
 
     By default glibc keeps freed blocks of up to 32 MB, in pieces into which the next layer's tensors may not fit. Every
-    block then begins with new pages, which take processor time.
+    block then begins with new pages, which take processor time: less if they are huge, as torch asks for if it is told
+    before its first tensor.
 
     num_bytes: of the smallest blocks that have pages of their own.
     """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, num_bytes)
 

@@ -69,6 +69,8 @@ from thinwire.run.run import Run
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
 WARM_UP, POLL_S = 2, 0.05
+# Steps of which the mean loss is compared.
+WINDOW = 20
 # Of one run.
 MOST_MINUTES = [10.0]
 
@@ -329,7 +331,7 @@ def print_expanded(folder: Path, asked: argparse.Namespace) -> None:
     _, scratch = trained(folder, ["--model", "tiny", *common, *whole, "--steps", str(steps)])
     _, expanded = trained(folder, ["--model", f"hf:{large}", *common, "--steps", str(steps)])
     target = smoothed(scratch)[-1]
-    reached = [number for number, loss in enumerate(smoothed(expanded), 1) if loss <= target]
+    reached = [number for number, loss in enumerate(smoothed(expanded), 1) if number >= WINDOW and loss <= target]
     share = f"{reached[0] / steps:.2f}" if reached else "more than 1"
     print(f"loss {target:.4f} from scratch: the expanded model has it at {share} of the tokens")
     print(
@@ -337,10 +339,10 @@ def print_expanded(folder: Path, asked: argparse.Namespace) -> None:
     )
 
 
-def smoothed(steps: list[dict[str, Any]], num: int = 20) -> list[float]:
-    """The mean loss of the last `num` steps, after each."""
+def smoothed(steps: list[dict[str, Any]]) -> list[float]:
+    """The mean loss of the last WINDOW steps, after each. Batches differ too much for fewer."""
     losses = [step["loss"] for step in steps]
-    return [sum(losses[max(0, end - num) : end]) / min(num, end) for end in range(1, len(losses) + 1)]
+    return [sum(losses[max(0, end - WINDOW) : end]) / min(WINDOW, end) for end in range(1, len(losses) + 1)]
 
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], None]] = {

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint import Snapshot
-from thinwire.optim import LANS, OneBitAdamW
+from thinwire.errors import ConfigError
+from thinwire.optim import LANS, Apollo, OneBitAdamW
 from thinwire.state.portable import Held, StateDict, add_optimizer, restore_optimizer, state_dict_of
 
 STEPS, FROZEN_STEPS = 5, 3
@@ -101,3 +102,40 @@ def test_the_same_betas_change_no_bit(caplog: pytest.LogCaptureFixture) -> None:
         (state,), (before,) = into.state.values(), optimizer.state.values()
         assert torch.equal(state["exp_avg_sq"], before["exp_avg_sq"]) and state.get("frozen") == before.get("frozen")
     assert "transformed" not in caplog.text
+
+
+def apollo(rows: int, columns: int, **options: Any) -> tuple[Tensor, torch.optim.Optimizer]:
+    """After some steps on one matrix."""
+    param = torch.linspace(-1.0, 1.0, rows * columns).view(rows, columns)
+    optimizer = Apollo([("layer.weight", param)], lr=0.01, matrices="weight", **options)
+    for _ in range(STEPS):
+        param.grad = torch.ones(rows, columns)
+        optimizer.step()
+    return param, optimizer
+
+
+def test_moments_of_columns_are_not_taken_for_those_of_rows() -> None:
+    for old, new in (("larger", "rows"), ("rows", "larger")):
+        param, optimizer = apollo(16, 32, channels=old)
+        snapshot = add_optimizer(Snapshot({}, common={}), optimizer, {"x": Held(param, param.numel(), is_copy=True)})
+        source = StateDict(state_dict_of(snapshot, optimizer.param_groups))
+        target, into = apollo(16, 32, channels=new)
+        told = (
+            f"apollo channels '{new}': the checkpoint has moments of 'layer.weight' by channels '{old}'; nearest: {old}"
+        )
+        with pytest.raises(ConfigError, match=told):
+            restore_optimizer(source, into, {"x": Held(target, target.numel(), is_copy=True)})
+
+
+def test_other_options_of_apollo_that_moments_do_not_depend_on_may_change() -> None:
+    # In a square matrix channels are rows anyway.
+    cases: dict[tuple[int, int], dict[str, Any]] = {
+        (16, 32): {"scale": 4.0, "period": 3, "limit": None}, (16, 16): {"channels": "rows"}
+    }  # fmt: skip
+    for shape, options in cases.items():
+        param, optimizer = apollo(*shape)
+        target, into = apollo(*shape, **options)
+        snapshot = add_optimizer(Snapshot({}, common={}), optimizer, {"x": Held(param, param.numel(), is_copy=True)})
+        source = StateDict(state_dict_of(snapshot, optimizer.param_groups))
+        restore_optimizer(source, into, {"x": Held(target, target.numel(), is_copy=True)})
+        assert torch.equal(into.state[target]["exp_avg_projected"], optimizer.state[param]["exp_avg_projected"])

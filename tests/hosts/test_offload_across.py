@@ -103,6 +103,7 @@ def stepped_at_once(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
                     replica.optimizer.clip_grad_norm_(1.0)
                 told[kind, way, "nan"] = with_a_nan(replica, rank)
             replica.optimizer.close()
+    told["behind a skip"] = behind_a_skip(rank, world_size, folder)
     return told
 
 
@@ -110,12 +111,7 @@ def with_a_nan(replica: Replica, rank: int) -> list[str]:
     """The parameters that a step moves in which one rank's gradient of one matrix is not a number."""
     with thinwire.whole(replica.model):
         before = {name: param.detach().clone() for name, param in replica.model.named_parameters()}
-    poisoned = replica.model.get_parameter("layers.0.weight").register_hook(lambda g: g * float("nan") if rank else g)
-    replica.wrapped(batch(9)[rank * 12 : (rank + 1) * 12]).backward()
-    replica.optimizer.step()
-    replica.optimizer.zero_grad()
-    poisoned.remove()
-    assert replica.optimizer.skipped_steps == 1
+    skip(replica, rank)
     replica.wrapped(batch(10)[rank * 12 : (rank + 1) * 12]).backward()
     replica.optimizer.step()
     replica.optimizer.synchronize()
@@ -124,6 +120,40 @@ def with_a_nan(replica: Replica, rank: int) -> list[str]:
         after = dict(replica.model.named_parameters())
         assert all(bool(torch.isfinite(param).all()) for param in after.values())
         return [name for name, param in after.items() if not torch.equal(param, before[name])]
+
+
+def skip(replica: Replica, rank: int) -> None:
+    """A step in which one rank's gradient of one matrix is not a number."""
+    poisoned = replica.model.get_parameter("layers.0.weight").register_hook(lambda g: g * float("nan") if rank else g)
+    step_of(replica, "at once", 9)
+    poisoned.remove()
+    assert replica.optimizer.skipped_steps == 1
+
+
+def behind_a_skip(rank: int, world_size: int, folder: Path) -> dict[str, list[Any]]:
+    """By where things lie: steps behind a skipped one, and the same from a checkpoint of the skipped step."""
+    told = {}
+    for way in ("step", "disk"):
+        residency, checkpoints = at_once_ways(folder)[way], folder / "skip" / way
+        replica = across("apollo", rank, world_size, residency, name="zero")
+        step_of(replica, "at once", 0)
+        skip(replica, rank)
+        replica.save(checkpoints, 2)
+        told[way] = [followed_at_once(replica)]
+        replica.optimizer.close()
+        replica = across("apollo", rank, world_size, residency, seed=9, name="zero")
+        replica.load(checkpoints / "step-00000002")
+        told[way].append(followed_at_once(replica))
+        replica.optimizer.close()
+    return told
+
+
+def followed_at_once(replica: Replica) -> list[Any]:
+    """Losses of two steps, and the weights after them."""
+    losses = [step_of(replica, "at once", number) for number in (2, 3)]
+    replica.optimizer.synchronize()
+    with thinwire.whole(replica.model):
+        return [losses, {name: param.detach().clone() for name, param in replica.model.named_parameters()}]
 
 
 def looking_across(rank: int, world_size: int, folder: Path) -> dict[Any, Any]:
@@ -284,7 +314,7 @@ def test_a_killed_run_that_looks_across_matrices_goes_on_behind_the_step_before(
 
 def with_other_options(rank: int, world_size: int, folder: Path) -> list[str]:
     """What becomes of a step that an Apollo with other options has kept, whose moments have other shapes."""
-    told = []
+    told, saved = [], dict[str, Any]()
     for rank_of, channels in ((4, "larger"), (4, "larger"), (8, "larger"), (16, "rows")):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 32))
@@ -294,9 +324,15 @@ def with_other_options(rank: int, world_size: int, folder: Path) -> list[str]:
         _, optimizer = thinwire.zero(model, inner, thinwire.Zero(), residency=store, announce=False)
         assert optimizer.journal is not None
         told.append(" ".join(optimizer.journal.row[1:]))
+        if channels == "rows":
+            with pytest.raises(
+                ConfigError, match=r"channels 'rows': the checkpoint has moments of '0\.weight' by channels 'larger'"
+            ):
+                optimizer.load_state_dict(saved)
         model(torch.ones(4, 64)).square().mean().backward()
         optimizer.step()
         optimizer.commit({})
+        saved = optimizer.state_dict()
         optimizer.close()
     return told
 
@@ -319,3 +355,5 @@ def test_apollo_steps_buckets_as_gradients_arrive_and_keeps_none(tmp_path: Path)
                 sent, promised = told[kind, way, "sent"]
                 assert sent == promised
                 assert "layers.1.weight" in told[kind, way, "nan"]
+        for plain, resumed in told["behind a skip"].values():
+            assert_same(resumed, plain)

@@ -24,6 +24,7 @@ from thinwire import (
     ZeroPP,
 )
 from thinwire.layout.formats import WireFormat
+from thinwire.methods.memory import Residency
 from thinwire.methods.options import fits
 from thinwire.methods.pipeline.border import Crossing
 from thinwire.registry import STRATEGIES, strategy_named
@@ -101,6 +102,8 @@ def test_fp32_sends_a_tensor_as_it_is() -> None:
         (SequenceParallel, {"wire": "int8/64:stochastic+zstd"}, "not at random; nearest: 'int8/64:nearest'"),
         (EF21, {"codec": "exact"}, "codec 'exact' of EF21: no codec is called 'exact'"),
         (ExpertParallel, {"dispatch": "exactly"}, "dispatch 'exactly' of ExpertParallel: no codec is called"),
+        (Residency, {"masters": "fp64"}, "no codec is called 'fp64'; did you mean 'fp32'"),
+        (Residency, {"states": "itn8/64"}, "no codec is called 'itn8'; did you mean 'int8'"),
         (Pipeline, {"forward": 8}, "forward 8 of Pipeline: must be a string$"),
         (EF21, {"codec": "topk1%+zstd"}, "all have the size it promises; nearest: 'topk1%"),
     ],

@@ -247,6 +247,16 @@ def test_all_mistakes_are_reported_at_once() -> None:
         (["--parameters", "0.5"], "--parameters 0.5: must be from 1 to 1,000,000,000,000,000; nearest: 1"),
         (["--memory", "1gb", "--model", "tiny", "--slices", "0"], "^--slices 0: must be at least 1; nearest: 1"),
         (["--memory", "1gb", "--model", "tiny", "--residency.slices", "0"], "^--residency.slices 0: must be"),
+        (
+            ["--stages", "9", "--nodes", "3", "--model", "tiny"],
+            "--stages 9: must divide the 3 ranks; nearest: --stages 3$",
+        ),
+        (["--tokens-per-step", "64"], "unknown flag --tokens-per-step: .*; nearest: --micro-batches"),
+        (
+            ["--memory", "1gb", "--model", "tiny", "--store", "none", "--residency.weights", "disk"],
+            "^--store none: nothing lies on a disk, and that needs one: --residency.weights disk",
+        ),
+        (["--memory", "1gb", "--model", "125m", "--store", "none"], "memory of 1000 MB is below the floor"),
         (["--parameters", "nan"], "--parameters nan: must be from 1"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -255,6 +265,14 @@ def test_all_mistakes_are_reported_at_once() -> None:
         run_explain(["--strategy", "frontier", "--frontier.weights-over", "3"])
     with pytest.raises(ConfigError, match="did you mean 'demo'"):
         run_explain(["--model", "demoo"])
+
+
+def test_a_store_is_no_folder_to_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_explain(["--memory", "2gb", "--model", "tiny", "--store", "none"]) == 0
+    out = capsys.readouterr().out
+    assert "--store" not in out and "0 B to and from the disk in a step" in out
+    assert run_explain(["--memory", "2gb", "--model", "tiny", "--store", "/nowhere"]) == 0
+    assert "--store /nowhere: no effect" in capsys.readouterr().out
 
 
 def test_figures_that_surprise_are_said_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,12 @@ def test_a_worker_builds_the_strategy_once(tmp_path: Path) -> None:
     assert run_workers(train, 1, config) == [1]
 
 
+@pytest.mark.parametrize("stated", [{"store": ""}, {"store": "", "memory": "1gb"}, {"memory": ""}])
+def test_an_empty_text_is_not_taken_for_nothing(stated: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"^(store|memory) ''"):
+        Run.of(TrainConfig(**stated))  # type: ignore[arg-type]
+
+
 def test_islands_have_their_inner_strategy_and_size() -> None:
     config = TrainConfig(strategy="diloco", workers=4, tables={"diloco": {"sync_every": 7}, "ddp": {"codec": "bf16"}})
     run = Run.of(config)

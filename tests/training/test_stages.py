@@ -202,7 +202,7 @@ def test_a_run_that_skips_stages_goes_on_along_the_same_paths(runs: RunsOfRanks)
         ),
         (
             ("--stages", "5", "--tensor", "3"),
-            "(?s)must divide the 4 ranks.*5 stages: the model has 4 layers.*heads 4: .*key_value_heads 2: must",
+            "(?s)--stages 5: must divide the 4 ranks; nearest: --stages 4\n.*heads 4: .*key_value_heads 2: must",
         ),
         (("--stages", "2", "--strategy", "fsdp"), "fsdp can't train the stages of a pipeline: it would gather"),
         (("--stages", "2", "--strategy", "one-byte"), "one-byte can't train the stages of a pipeline"),
@@ -229,10 +229,17 @@ def test_a_run_that_skips_stages_goes_on_along_the_same_paths(runs: RunsOfRanks)
         (("--stages", "2", "--tensor", "auto"), "--tensor auto is found beside the stages; nearest: --stages auto"),
         (("--strategy", "auto", "--mesh", "tensor=2"), "--mesh tensor=2: --strategy auto finds .* nearest: --tensor 2"),
         # All divisors of 6 ranks are not enough layers.
-        (("--stages", "8", "--workers", "6"), r"must divide the 6 ranks; nearest: --stages 3\n"),
-        (("--stages", "8", "--workers", "6", "--pipeline.plan", "zbv"), r"must divide .* nearest: --stages 2\n"),
-        (("--stages", "8", "--llama.num-hidden-layers", "3"), "nearest divisor of the 4 ranks that works: 2$"),
+        (("--stages", "8", "--workers", "6"), "^--stages 8: must divide the 6 ranks; nearest: --stages 3$"),
+        (
+            ("--stages", "8", "--workers", "6", "--pipeline.plan", "zbv"),
+            "^--stages 8: .* nearest: --stages 2$",
+        ),
+        (
+            ("--stages", "8", "--llama.num-hidden-layers", "3"),
+            "^--stages 8: must .* nearest: --stages 2$",
+        ),
         (("--stages", "4", "--llama.num-hidden-layers", "3"), "divisor of 4 .*: 2, or --llama.num-hidden-layers 4$"),
+        (("--mesh", "pipeline=8"), "^--mesh pipeline=8 has 8 ranks and the run has 4"),
         (("--stages", "auto", "--model", "moe-tiny"), "for presets such as demo, and not for moe-tiny"),
         (("--stages", "auto", "--strategy", "diloco"), "--stages auto: stages beside islands"),
         (("--stages", "auto", "--pipeline.recover", "average"), "--stages auto with recover: .* nearest: --stages 4"),

@@ -19,7 +19,7 @@ with a codec refuses it by its traits.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from thinwire.codecs.spelling import SPELLINGS, Number, Spelling
@@ -29,10 +29,13 @@ from thinwire.errors import ConfigError, nearest
 Codec = Any
 
 
-def read(text: str) -> Codec:
-    """The codec that the text stands for. Raises ConfigError, which does not name the whole text."""
+def read(text: str, fits: Callable[[Codec], bool] = lambda codec: True) -> Codec:
+    """The codec that the text stands for. Raises ConfigError, which does not name the whole text.
+
+    fits: of the codecs that the error suggests, where any does.
+    """
     first, *around = _split(text, "+")
-    codec = _read_part(first, None)
+    codec = _read_part(first, None, fits)
     for part in around:
         codec = _read_part(part, codec)
     return codec
@@ -46,14 +49,16 @@ def write(codec: Codec) -> str:
     return repr(codec)
 
 
-def _read_part(part: str, inner: Codec | None) -> Codec:
+def _read_part(part: str, inner: Codec | None, fits: Callable[[Codec], bool] = lambda codec: True) -> Codec:
     """A codec without "+", or what stands after one, around `inner`."""
     first, *options = _split(part, ":")
     head, slash, group = first.partition("/")
     spelling, settings = _find(head)
     if spelling is None:
         choices = [spelling for spelling in SPELLINGS if bool(spelling.wraps) == (inner is not None)]
-        raise ConfigError(f"no codec is called {head!r}{nearest(head.lower(), _heads(choices, head))}")
+        heads = _heads(choices, head)
+        fitting = heads if inner is not None else [choice for choice in heads if fits(_read_part(choice, None))]
+        raise ConfigError(f"no codec is called {head!r}{nearest(head.lower(), fitting or heads)}")
     if spelling.wraps and inner is None:
         raise ConfigError(f"{head!r} must follow another codec; did you mean 'int4+{head}'?")
     if inner is not None:

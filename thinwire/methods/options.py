@@ -67,7 +67,7 @@ def codec_of(options: Any, field: str, *rules: CodecRule) -> Codec:
     if not isinstance(text, str):
         raise ConfigError(f"{what}: must be {type_name(str)}")
     try:
-        codec = _read(text)
+        codec = _read(text, rules)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
     for rule in rules:
@@ -99,7 +99,12 @@ def with_feedback(options: Any, field: str, error_feedback: bool | None) -> tupl
     return codec_of(options, field, CONTRACTION if kept else UNBIASED), kept
 
 
-_read = functools.cache(grammar.read)
+@functools.cache
+def _read(text: str, rules: tuple[CodecRule, ...] = ()) -> Codec:
+    """The codec of a text. Raises ConfigError, which suggests what keeps the rules, at least with other rounding."""
+    return grammar.read(
+        text, lambda codec: any(all(rule.holds(each) for rule in rules) for each in (codec, *_variants(str(codec))))
+    )
 
 
 def _variants(text: str) -> Iterator[Codec]:

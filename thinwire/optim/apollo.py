@@ -24,6 +24,8 @@ LARGER, ROWS = "larger", "rows"
 # Of the last update's norm: smaller updates, such as those without a gradient, do not bound the next one.
 LEAST_SHARE = 0.01
 LEAST_NORM = 1e-8
+# The mark of moments, 1 if channels are rows.
+BY_ROWS = "by_rows"
 MOMENTS = "exp_avg_projected", "exp_avg_sq_projected"
 
 
@@ -189,6 +191,21 @@ class Apollo(SummingOptimizer):
         first, last = cut.owned(part.rank)
         shape = torch.Size([last - first, cut.rank])
         return dict.fromkeys(MOMENTS, Record(shape, cut.num_channels * cut.rank, first * cut.rank))
+
+    def marks(self, param: Tensor) -> dict[str, float]:
+        """Whether channels are rows: a matrix may have as many moments by columns."""
+        part = self.part_of(param)
+        return {} if part is None else {BY_ROWS: float(Projection.of(part).by_rows)}
+
+    def check_marks(self, param: Tensor, saved: Mapping[str, float]) -> None:
+        """See SummingOptimizer."""
+        part, own = self.part_of(param), self.marks(param).get(BY_ROWS)
+        if part is not None and saved.get(BY_ROWS, own) != own:
+            now, was = (ROWS, LARGER) if own else (LARGER, ROWS)
+            raise ConfigError(
+                f"{self.title} channels {now!r}: the checkpoint has moments of {part.name!r} by channels {was!r}; "
+                f"nearest: {was}"
+            )
 
     def _across(self, param: Tensor, grad: Tensor, part: Part, group: dict[str, Any]) -> Update:
         cut, state = Projection.of(part), self.state[param]

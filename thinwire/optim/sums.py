@@ -181,6 +181,13 @@ class SummingOptimizer(Parameterwise):
         """The same for a parameter of this optimizer, or a piece."""
         return {} if (part := self.part_of(param)) is None else self.records_of(part)
 
+    def marks(self, param: Tensor) -> dict[str, float]:
+        """Numbers that say of what a parameter's records are, which their sizes do not; they are saved with them."""
+        return {}
+
+    def check_marks(self, param: Tensor, saved: Mapping[str, float]) -> None:
+        """Raise ConfigError for saved records with other marks than the parameter's. Some may be missing."""
+
     def name_of(self, param: Tensor) -> str:
         """The name of a whole parameter, if the optimizer uses names."""
         return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -20,6 +22,7 @@ from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.settings import make
 from thinwire.planner.stages import Grid
 from thinwire.report.units import short
+from thinwire.run.config import most_stages
 
 NUM_LAYERS, WIDTH = 32, 1024
 
@@ -58,7 +61,9 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
         if config.mesh is not None:
             raise ConfigError(f"--stages {stages} beside --mesh {config.mesh}: leave one of them out")
         if num_ranks % stages:
-            near = f"--stages {nearest_divisor(stages, num_ranks)}, or --nodes {stages} --local-size 1"
+            most = most_stages(config.model, config.tables) if config.parameters is None else math.inf
+            near = f"--stages {nearest_divisor(stages, num_ranks, most)}"
+            near += f", or --nodes {stages} --local-size 1" if stages <= most else ""
             raise ConfigError(f"--stages {stages}: must divide the {num_ranks} ranks; nearest: {near}")
         shape = MeshShape({"pipeline": stages, "data": num_ranks // stages})
     tensor, left = config.tensor if isinstance(config.tensor, int) else 1, shape.sizes["data"]

@@ -29,6 +29,7 @@ from thinwire.planner.search import Search
 from thinwire.planner.stages import Grid, Stages
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, short
+from thinwire.run.places import NO_STORE
 from thinwire.table import Row
 
 # Why a strategy computes more.
@@ -161,9 +162,11 @@ def notes_on(config: ExplainConfig, names: list[str], counts: bool, searched: bo
     for name in ("model", "tokenizer", "seq_len") if config.parameters is not None else ():
         if getattr(config, name) != getattr(ExplainConfig(), name):
             yield f"{flag(name)} {getattr(config, name)}", "no effect", "--parameters stands for the model"
-    for name in ("disk_rate", "activations", "slices") if config.memory is None else ():
+    for name in ("store", "disk_rate", "activations", "slices") if config.memory is None else ():
         if (stated := getattr(config, name)) is not None:
             yield f"{flag(name)} {stated}", "no effect", "nothing is placed without --memory"
+    if config.memory is not None and config.store not in (None, NO_STORE):
+        yield f"--store {config.store}", "no effect", "nothing is written, so any folder does"
     if config.stages is None:
         of_pass = () if counts or used & {SEQUENCE, EXPERTS} or config.memory is not None else ("micro_batch",)
         of_step = () if config.memory is not None else ("gflops",) if counts else ("gflops", "loss")

@@ -78,6 +78,8 @@ class ExplainConfig:
     memory: str | None = None
     """Budget of each rank, such as 2gb, as for `thinwire train`: of a single strategy, by default sdp4bit, where all
     lies, in memory or on a disk, and what a step moves."""
+    store: str | None = None
+    """none: nothing lies on a disk, as for `thinwire train`, with --memory. Nothing is written, so any folder does."""
     disk_rate: str | None = None
     """Rate of each rank's disk, such as 500MB/s, with --memory; adds the disk's seconds."""
     recipe: Literal["22b", "175b", "1t"] | None = None
@@ -115,14 +117,16 @@ def option_tables() -> Mapping[str, type]:
     return options.option_tables()
 
 
-def of_a_run(name: str) -> str:
-    """What to say about a flag of `thinwire train` that has another name here."""
-    return ": the ranks are --nodes times --local-size; nearest: --local-size" if name == "--workers" else ""
+# What to say about flags of `thinwire train` that have another name here.
+OF_A_RUN = {
+    "--workers": ": the ranks are --nodes times --local-size; nearest: --local-size",
+    "--tokens-per-step": ": a rank takes --micro-batches times --micro-batch sequences; nearest: --micro-batches",
+}
 
 
 def read_explain(args: Sequence[str], problems: Problems) -> ExplainConfig:
     """Read the options from the command line. Notes all errors. Raises SystemExit after --help."""
-    stated = command_line().read(args, problems, elsewhere=of_a_run)
+    stated = command_line().read(args, problems, elsewhere=lambda name: OF_A_RUN.get(name, ""))
     plain = is_plain(stated, PLAIN)
     own = stated.pop("")
     stages, tensor = str(own.get("stages", "")), own.get("tensor")

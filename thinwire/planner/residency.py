@@ -36,7 +36,7 @@ from thinwire.planner.options import ExplainConfig
 from thinwire.planner.waiting import rates_of, rows_on_waiting
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.run.optimizer import name_of, optimizer_over
-from thinwire.run.places import made_residency
+from thinwire.run.places import NO_STORE, check_no_store, completed, made_residency
 from thinwire.run.residency import why_whole
 from thinwire.table import Row
 
@@ -57,9 +57,12 @@ def where_all_lies(
 ) -> Resident:
     """The parts of the one stated strategy. Raises ConfigError for several, and for a budget that is too small."""
     flags: dict[str, Any] = {"memory": config.memory, "disk_rate": config.disk_rate}
-    flags |= {"activations": config.activations, "slices": config.slices}
+    flags |= {"store": config.store, "activations": config.activations, "slices": config.slices}
     stated = {name: value for name, value in flags.items() if value is not None}
-    residency = made_residency({**config.tables.get(RESIDENCY, {}), **stated}, config.tables)
+    options = {**config.tables.get(RESIDENCY, {}), **stated}
+    residency = made_residency(completed(options), config.tables)
+    if options.get("store") == NO_STORE:
+        check_no_store(residency, completed(options))
     if len(names) != 1:
         raise ConfigError(f"--memory: name one strategy whose parts are to be placed; nearest: --strategy {PLACED}")
     method = strategy_of(names[0], config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -192,7 +193,8 @@ class TrainConfig:
         left, of = self.world_size, "ranks"
         for option, ranks in asked.values():
             if left % max(1, ranks):
-                near = nearest_divisor(ranks, left, self._most_stages if option == AXIS_FLAGS["pipeline"] else math.inf)
+                most = most_stages(self.model, self.tables) if option == AXIS_FLAGS["pipeline"] else math.inf
+                near = nearest_divisor(ranks, left, most)
                 raise ConfigError(f"{option} {ranks}: must divide the {left} {of}; nearest: {option} {near}")
             if ranks > 1:
                 left, of = left // ranks, f"ranks that {option} {ranks} leaves"
@@ -208,23 +210,6 @@ class TrainConfig:
                 f"the {self.world_size} ranks"
             )
         return MeshShape({"island": self.world_size // island, "data": island // size, **cut}).in_order()
-
-    @property
-    def _most_stages(self) -> float:
-        """The most stages for which the preset has layers; infinite where that is not known here."""
-        from thinwire.methods.pipeline.options import Pipeline
-        from thinwire.models import PRESETS
-        from thinwire.options import model_table
-
-        if self.model not in PRESETS:
-            return math.inf
-        stated = self.tables.get(model_table(self.model) or "", {})
-        num_layers = stated.get("num_hidden_layers", PRESETS[self.model].num_hidden_layers)
-        try:
-            chunks = Pipeline(**self.tables.get("pipeline", {})).num_chunks
-        except ConfigError:
-            return num_layers
-        return max((n for n in range(1, num_layers + 1) if chunks(n) <= num_layers), default=1)
 
     @property
     def _has_islands(self) -> bool:
@@ -306,7 +291,8 @@ class TrainConfig:
     @property
     def num_shares(self) -> int:
         """Number of ranks that see different data."""
-        return self.world_size // self.mesh_shape.shared
+        # A mesh of more ranks than there are is refused, with all else that is wrong.
+        return max(1, self.world_size // self.mesh_shape.shared)
 
     @property
     def num_warmup_steps(self) -> int:
@@ -344,6 +330,29 @@ NOT_WRITTEN = ("resume", "overwrite", "dry_run", "allow_resume_drift", "stop_at"
 FIXED_ON_RESUME = (
     "model", "tokenizer", "weight_decay", "data", "documents", "seq_len", "seed", "tokens_per_step",
 )  # fmt: skip
+
+
+def most_stages(model: str, tables: Mapping[str, Mapping[str, Any]]) -> float:
+    """The most stages for which a model has layers; infinite where that is not known here."""
+    from thinwire.methods.pipeline.options import Pipeline
+    from thinwire.models import PRESETS
+    from thinwire.models.hf import check_hf
+    from thinwire.options import model_table
+
+    stated, num_layers = tables.get(model_table(model) or "", {}), None
+    if model in PRESETS:
+        num_layers = stated.get("num_hidden_layers", PRESETS[model].num_hidden_layers)
+    elif model.startswith("hf:"):
+        # What is wrong with a folder is told elsewhere.
+        with suppress(ConfigError):
+            num_layers = getattr(check_hf(model.removeprefix("hf:"), 1, 1, {}), "num_hidden_layers", None)
+    if num_layers is None:
+        return math.inf
+    try:
+        chunks = Pipeline(**tables.get("pipeline", {})).num_chunks
+    except ConfigError:
+        return float(num_layers)
+    return max((n for n in range(1, num_layers + 1) if chunks(n) <= num_layers), default=1)
 
 
 def number_errors(config: Any) -> Iterator[str]:

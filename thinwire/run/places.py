@@ -71,7 +71,14 @@ def residency_of(config: TrainConfig) -> Residency | None:
     # Without a disk it asks for what no option of the run has refused.
     keeps = has_none and options.get("durable") is True
     found = made_residency(default | options | ({"durable": False} if keeps else {}), config.tables)
-    if has_none and (found.needs_store or keeps):
+    if has_none:
+        check_no_store(found, options, keeps=keeps)
+    return None if is_bare(options) else found
+
+
+def check_no_store(found: Residency, options: Mapping[str, Any], *, keeps: bool = False) -> None:
+    """Raise ConfigError for a residency of these options that needs a disk. keeps: they ask for durable steps."""
+    if found.needs_store or keeps:
         asking = {name: getattr(found, name) == "disk" for name in PLACES} | {
             "optimizer": found.optimizer != "memory", "activations": found.spills, "durable": keeps,
         }  # fmt: skip
@@ -81,4 +88,3 @@ def residency_of(config: TrainConfig) -> Residency | None:
             f"--store {NO_STORE}: nothing lies on a disk, and that needs one: {named}; nearest: a folder, or leave "
             "--store out"
         )
-    return None if is_bare(options) else found

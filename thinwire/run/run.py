@@ -201,7 +201,7 @@ def tables_in_effect(config: TrainConfig) -> set[str]:
     sequences = {SEQUENCE} if (config.sequence or 1) > 1 or "sequence" in axes_of(config.mesh) else set()
     has_experts = (config.experts or 1) > 1 or config.finds_expert_ranks or "expert" in axes_of(config.mesh)
     experts = {EXPERTS} if has_experts else set()
-    asked = config.tables.get(RESIDENCY) or any(getattr(config, name) for name in FLAT)
+    asked = config.tables.get(RESIDENCY) or any(getattr(config, name) is not None for name in FLAT)
     resident = {RESIDENCY} if asked else set()
     if config.is_planned_late:
         experts |= {EXPERTS} if config.model in MIXTURES else set()

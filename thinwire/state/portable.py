@@ -26,6 +26,8 @@ REPLICA = "replica"
 MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1, "exp_avg_projected": 0, "exp_avg_sq_projected": 1}
 # Kinds of numbers under which `betas` are saved.
 BETAS = ("beta1", "beta2")
+# Kinds of numbers that no optimizer holds: betas, and the marks of records.
+NOT_HELD = (*BETAS, "by_rows")
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ def add_optimizer(snapshot: Snapshot, inner: torch.optim.Optimizer, held: Mappin
         state, records = inner.state.get(mine.tensor, {}), records_of(inner, mine)
         if state:
             add_betas(snapshot, name, groups[id(mine.tensor)])
+            for kind, mark in marks_of(inner, mine).items():
+                snapshot.scalars.setdefault(kind, {})[name] = mark
         for kind, value in state.items():
             if kind in records:
                 if value.numel():
@@ -145,6 +149,7 @@ def restore_optimizer(source: Source, inner: torch.optim.Optimizer, held: Mappin
     inner.state.clear()
     fresh = 0
     for (name, mine), kinds in zip(held.items(), kinds_of, strict=True):
+        check_marks(source, inner, name, mine)
         state = state_for(source, kinds, name, mine, pieces, records=records_of(inner, mine))
         if state:
             inner.state[mine.tensor] = state
@@ -221,6 +226,18 @@ def records_of(inner: torch.optim.Optimizer, mine: Held) -> dict[str, Record]:
     return inner.records(mine.tensor) if isinstance(inner, SummingOptimizer) else {}
 
 
+def marks_of(inner: torch.optim.Optimizer, mine: Held) -> dict[str, float]:
+    """The marks of that state, see SummingOptimizer."""
+    return inner.marks(mine.tensor) if isinstance(inner, SummingOptimizer) else {}
+
+
+def check_marks(source: Source, inner: torch.optim.Optimizer, name: str, mine: Held) -> None:
+    """Raise ConfigError if the records of a parameter that were saved are of something else than this optimizer's."""
+    if isinstance(inner, SummingOptimizer):
+        saved = {kind: source.scalar(kind, name) for kind in inner.marks(mine.tensor)}
+        inner.check_marks(mine.tensor, {kind: mark for kind, mark in saved.items() if mark is not None})
+
+
 def group_of(inner: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """The optimizer's group of each tensor, by the tensor's id. Tensors without elements on this rank have none."""
     return {id(tensor): group for group in inner.param_groups for tensor in group["params"]}
@@ -254,7 +271,7 @@ def rescale(source: Source, name: str, state: Mapping[str, Any], group: Mapping[
 def report_optimizer(source: Source, kinds: set[str], fresh: int, num_held: int, rescaled: Iterable[str]) -> None:
     """Note in the load report what became of weights and optimizer: `fresh` of `num_held` parameters start anew."""
     source.note("weights", "carried", f"from {source.world_size} rank(s), in pieces")
-    there = {*source.kinds(OPTIMIZER), *source.scalar_kinds}.difference(BETAS)
+    there = {*source.kinds(OPTIMIZER), *source.scalar_kinds}.difference(NOT_HELD)
     carried = sorted(there & kinds)
     if carried and fresh < num_held:
         source.note(f"optimizer: {', '.join(carried)}", "carried", "in pieces, by parameter")

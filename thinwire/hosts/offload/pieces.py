@@ -27,7 +27,16 @@ from thinwire.methods.memory.residency import AT_ONCE, FP32_BYTES
 from thinwire.methods.memory.setup import numbers_of, paged_bytes, piece_bytes
 from thinwire.optim import Part, Shards, SummingOptimizer
 from thinwire.state.elementwise import elementwise_kinds, state_kinds
-from thinwire.state.portable import Held, add_optimizer, is_lost, records_of, report_optimizer, rescale, state_for
+from thinwire.state.portable import (
+    Held,
+    add_optimizer,
+    check_marks,
+    is_lost,
+    records_of,
+    report_optimizer,
+    rescale,
+    state_for,
+)
 from thinwire.tiers import Pace, TierMeter
 from thinwire.tiers.pool import aligned
 
@@ -365,6 +374,7 @@ class PiecesOnDisk:
         rescaled, fresh = set[str](), 0
         for (piece, spot), kinds in zip(self.spots.items(), kinds_of, strict=True):
             name, mine = spot.owned.slot.name, spot.owned.held
+            check_marks(source, self.inner, name, mine)
             spot.stored = spot.stored[:1]
             with self.bring(piece):
                 pieces: dict[str, Piece] = {f"{WEIGHTS}/{name}": mine.piece()}

@@ -359,6 +359,9 @@ class ShardedOptimizer(_compat.WithoutScaler, ParallelOptimizer, torch.optim.Opt
             rank, more = self.comm.global_ranks[self.comm.rank], f" and {len(bad) - 3} more" if len(bad) > 3 else ""
             log.warning("thinwire: rank %d: non-finite gradient in %s%s", rank, ", ".join(map(repr, bad[:3])), more)
         super()._skip()
+        if self._at_once is not None:
+            # Some buckets were stepped. A checkpoint of masters alone stands for the weights, too.
+            self._update()
 
     def _slots_of(self, comm: Communicator) -> list[Slot]:
         return [slot for slot in self._slots if slot.bucket.comm is comm]

@@ -283,26 +283,24 @@ def check_stages(
     """Raise ConfigError, with all reasons, for stages, layers, micro-batches and codecs that don't fit each other.
 
     more_layers: the flag that sets the model's number of layers; empty: there is none. features: of a hidden state.
-    num_ranks: that the stages share; None: a multiple of their number.
+    num_ranks: that the stages share; None: a multiple of their number. Of stages that do not divide them, which is told
+    elsewhere, layers are not counted.
     """
     problems = Problems()
     if features is not None:
         problems.note(options.crossing(0).check, features)
     chunks = options.num_chunks(stages)
-    if num_layers is not None and chunks > num_layers:
+    is_filled = not (num_ranks or stages) % stages
+    if is_filled and num_layers is not None and chunks > num_layers:
         each = f", {chunks // stages} chunk(s) on each" if chunks > stages else ""
         # Ranks that so many stages fill are also filled by any divisor of that number.
-        is_filled = not (num_ranks or stages) % stages
-        ranks = stages if is_filled else num_ranks or stages
-        able = [n for n in range(1, stages) if ranks % n == 0 and options.num_chunks(n) <= num_layers]
-        near = max(able, default=1)
-        of = f"{stages}" if is_filled else f"the {ranks} ranks"
-        or_more = f", or {more_layers} {chunks}" if more_layers and is_filled else ""
+        able = [n for n in range(1, stages) if stages % n == 0 and options.num_chunks(n) <= num_layers]
+        or_more = f", or {more_layers} {chunks}" if more_layers else ""
         problems.messages.append(
             f"{stages} stages{each}: the model has {num_layers} layers, and each stage needs its own; nearest divisor "
-            f"of {of} that works: {near}{or_more}"
+            f"of {stages} that works: {max(able, default=1)}{or_more}"
         )
-    elif num_layers is not None and options.layers:
+    elif is_filled and num_layers is not None and options.layers:
         problems.note(stated_sizes, options.layers, chunks, num_layers)
     problems.note(check_recovery, options.recover, stages)
     if options.skip:

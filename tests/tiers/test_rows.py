@@ -53,7 +53,7 @@ def test_rows_that_are_not_there_or_are_damaged_are_refused(tmp_path: Path) -> N
     for number in (-1, 64):
         with pytest.raises(IndexError, match=f"store .*: row {number} of 64"):
             store.gather(torch.tensor([3, number]))
-    for names_none in (None, ..., "a", (slice(1), 2)):
+    for names_none in (None, ..., "a", (slice(1), 2), (1, 2)):
         with pytest.raises(IndexError, match=r"store .* names no rows; nearest: rows\[:\]"):
             store[names_none]  # type: ignore[index]
     for wrong in (torch.empty(3, 2, 64), torch.empty(2, 64, dtype=torch.float64)):
@@ -108,6 +108,7 @@ def test_an_index_says_where_the_rows_lie(tmp_path: Path) -> None:
         (torch.ones(3, dtype=torch.bool), "a mask of shape"),
         ([0.5], "whole numbers"),
         (24, "row 24 of 24"),
+        (-25, "row -25 of 24"),
     ]
     for idx, told in wrong:
         with pytest.raises(IndexError, match=told):

@@ -1,5 +1,6 @@
 """Steps that a durable run keeps: which are deleted, which stay, and what a failed run says of them."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def test_only_what_a_run_no_longer_needs_is_deleted(run_dir: RunDir, tmp_path: P
     run_dir.durable.write_text(f"{keep(store, 0, 1).parent}\n")
     run_dir.delete(0)
     assert not store.exists() and other.exists() and not run_dir.durable.exists()
+
+
+def test_a_folder_that_its_rank_deletes_meanwhile_is_gone(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    folder = keep(run_dir.store, 0, 1)
+    monkeypatch.setattr("thinwire.training.kept_steps.steps_in", lambda _: shutil.rmtree(folder) or {1})
+    assert free_kept(run_dir, 1) == []
 
 
 def test_a_killed_durable_run_goes_on_behind_what_its_disks_hold(run_dir: RunDir) -> None:

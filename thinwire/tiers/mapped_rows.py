@@ -39,7 +39,7 @@ class MappedRows(RowStore):
 
     def __init__(self, path: str | Path, *, device: torch.device | str = "cpu", writable: bool = False) -> None:
         self.path, self.writable = Path(path), writable
-        head = self._head()
+        self._head = head = self._read_head()
         super().__init__(head["num_rows"], head["width"], getattr(torch, head["dtype"]), device)
         self._memory = self._mapped(_sums_place(self.num_rows, self.row_bytes) + SUM_BYTES * self.num_rows)
         num_bytes = (self.num_rows + 1) * self.row_bytes
@@ -83,6 +83,10 @@ class MappedRows(RowStore):
             raise IndexError(f"{self.name}: rows {first} to {end - 1} of {self.num_rows}")
         self._rows[first:end] = values.detach()
         self._stored[first:end] = sums_of(self._rows[first:end])
+        # For whoever opens the file next.
+        self._head["sums"] = zlib.crc32(self._stored.numpy().data)
+        packed = bytearray(_packed(self._head))
+        self._memory[:BLOCK_BYTES].zero_()[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8)
 
     def _fetch(self, wanted: Tensor) -> Tensor:
         found = self._rows.index_select(0, torch.cat([wanted, torch.tensor([self.num_rows])]))
@@ -96,7 +100,7 @@ class MappedRows(RowStore):
     def _sums(self, wanted: Tensor) -> Tensor:
         return self._stored[wanted]
 
-    def _head(self) -> dict[str, Any]:
+    def _read_head(self) -> dict[str, Any]:
         try:
             with self.path.open("rb") as file:
                 text = file.read(BLOCK_BYTES).rstrip(b"\0")

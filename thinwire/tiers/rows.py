@@ -67,10 +67,12 @@ class RowStore(ABC):
         if isinstance(idx, slice):
             return self._gathered(torch.arange(self.num_rows)[idx], self.device)
         try:
+            if isinstance(idx, tuple):
+                raise TypeError
             idx = torch.as_tensor(idx)
         except (TypeError, ValueError, RuntimeError):
             raise IndexError(
-                f"{self.name}: {idx!r} names no rows; nearest: rows[:], or a number, a slice, or a tensor of them"
+                f"{self.name}: {idx!r} names no rows; nearest: rows[:], or a number, a slice, or a list or tensor"
             ) from None
         if idx.dtype == torch.bool:
             if idx.shape != (self.num_rows,):
@@ -80,6 +82,8 @@ class RowStore(ABC):
             if idx.numel():
                 raise IndexError(f"{self.name}: rows have whole numbers, and an index is {idx.dtype}")
             idx = idx.long()
+        if not idx.is_meta and (beyond := idx[idx < -self.num_rows]).numel():
+            raise IndexError(f"{self.name}: row {int(beyond[0])} of {self.num_rows}")
         return self.gather(torch.where(idx < 0, idx + self.num_rows, idx))
 
     def gather(self, idx: Tensor, out: Tensor | None = None) -> Tensor:

@@ -44,7 +44,8 @@ def free_kept(run_dir: RunDir, step: int) -> list[str]:
         if (kept := max(steps_in(folder), default=0)) > step:
             lines.append(f"{folder} keeps step {kept}, which is later than step {step}: delete it if you don't need it")
             continue
-        with suppress(ConfigError), locked(folder):
+        # In use, or gone meanwhile.
+        with suppress(ConfigError, FileNotFoundError), locked(folder):
             num_bytes += sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
             shutil.rmtree(folder, ignore_errors=True)
             freed.append(folder)

@@ -163,6 +163,8 @@ class Trainer:
         self.engine.close()
         if self.optimizer.journal is not None and not unsaved:
             self.optimizer.journal.delete()
+            # What other ranks delete themselves is not freed for them.
+            max_over_ranks(0)
         if self.place.local_rank == 0 and not unsaved:
             for line in free_kept(self.run_dir, self.step):
                 self._say(line)

@@ -232,30 +232,62 @@ def trained(seed: int, steps: int) -> tuple[Any, Tensor]:
     return model.eval(), tokens[held:][: 288 * 129].view(288, 129)
 
 
+def of_experts(model: Any, tokens: Tensor) -> list[tuple[Any, tuple[Tensor, ...], Tensor]]:
+    """The experts of each layer, what a forward gives them, and the weighted sums that they return."""
+    found: list[tuple[Any, tuple[Tensor, ...], Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda *called: found.append(called))
+        for module in model.modules()
+        if isinstance(module, Experts)
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@dataclass(frozen=True)
+class PrunedLosses:
+    """Of a model of which 70% were pruned, by method: the held-out loss, and the error of its experts' weighted sums.
+
+    errors: squares over those of the sums, for the inputs of the whole model. passes: seconds of one pruning over those
+    of a forward.
+    """
+
+    losses: dict[str, float]
+    errors: dict[str, float]
+    passes: float
+
+
 @torch.no_grad()
-def pruned(seed: int, steps: int) -> tuple[dict[str, float], float]:
-    """The held-out loss of a model of which 70% were pruned, by method; the seconds of one over a forward's."""
+def pruned(seed: int, steps: int) -> PrunedLosses:
+    """What each method costs a model that was trained for some steps."""
     model, text = trained(seed, steps)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batches, losses, prune_s = text[32:, :-1].split(8), dict[str, float](), list[float]()
+    wanted = of_experts(model, text[:32, :-1])
+    size = sum(float(sums.square().sum()) for _, _, sums in wanted)
+    batches, losses, errors, prune_s = text[32:, :-1].split(8), dict[str, float](), dict[str, float](), list[float]()
     for method in ("moe-pruner", "wanda", "magnitude", "random"):
         model.load_state_dict(weights)
         prune_s.append(processor_s(partial(prune, model, batches, sparsity=0.7, method=method)))
         losses[method] = float(model(text[:32, :-1], text[:32, 1:]))
+        errors[method] = sum(float((module(*given) - sums).square().sum()) for module, given, sums in wanted) / size
     forward_s = statistics.median(processor_s(lambda: [model(tokens) for tokens in batches]) for _ in range(5))
-    return losses, prune_s[0] / forward_s
+    return PrunedLosses(losses, errors, prune_s[0] / forward_s)
 
 
 def prune_goals(bench: Bench) -> Iterator[Goal]:
-    """Mean losses over seeds, each method over the next worse one."""
-    until, every = time.monotonic() + bench.limit_s, list[tuple[dict[str, float], float]]()
+    """Mean errors of the experts' outputs and mean losses over seeds, each method over the next worse one."""
+    until, every = time.monotonic() + bench.limit_s, list[PrunedLosses]()
     while len(every) < bench.seeds and time.monotonic() < until:
         every.append(pruned(len(every), bench.steps))
-    means = {method: statistics.mean(losses[method] for losses, _ in every) for method in every[0][0]}
-    for better, worse in pairwise(means):
-        name = f"pruned by 70%, {len(every)} seeds: loss, {better} over {worse}"
-        yield Goal(name, "<=", 1.0, means[better] / means[worse])
-    passes = statistics.median(passes for _, passes in every)
+    for what in ("errors", "losses"):
+        found = [getattr(each, what) for each in every]
+        means = {method: statistics.mean(by[method] for by in found) for method in found[0]}
+        for better, worse in pairwise(means):
+            name = f"pruned by 70%, {len(every)} seeds: {what}, {better} over {worse}"
+            yield Goal(name, "<=", 1.0, means[better] / means[worse])
+    passes = statistics.median(each.passes for each in every)
     yield Goal("pruning: forward passes that its processor seconds would make", "<=", 3.0, passes)
 
 

@@ -46,8 +46,14 @@ from thinwire.run.run import tokens_of
 
 HERE = Path(__file__).parent
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 256, 512, 8, 2, 1024
-# What `loss` varies: of all hops there and back.
-CODECS = {"fp32": 0.0, "int8": 0.01, "int4": 0.02}
+# What `loss` varies: codecs of rows, there and back, and of their gradients; and the loss that they may cost.
+# The last has 4.875 bits a number in the mean.
+HOPS = {
+    "fp32": ("fp32", "fp32", 0.0),
+    "int8": ("int8", "int8", 0.01),
+    "int4": ("int4/16:bf16:nearest", "int4", 0.02),
+    "int6-int3": ("int6/64:bf16:nearest", "int3/32:bf16", 0.02),
+}
 
 
 @dataclass(frozen=True)
@@ -232,59 +238,93 @@ def trained(seed: int, steps: int) -> tuple[Any, Tensor]:
     return model.eval(), tokens[held:][: 288 * 129].view(288, 129)
 
 
+def of_experts(model: Any, tokens: Tensor) -> list[tuple[Any, tuple[Tensor, ...], Tensor]]:
+    """The experts of each layer, what a forward gives them, and the weighted sums that they return."""
+    found: list[tuple[Any, tuple[Tensor, ...], Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda *called: found.append(called))
+        for module in model.modules()
+        if isinstance(module, Experts)
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@dataclass(frozen=True)
+class PrunedLosses:
+    """Of a model of which 70% were pruned, by method: the held-out loss, and the error of its experts' weighted sums.
+
+    errors: squares over those of the sums, for the inputs of the whole model. passes: seconds of one pruning over those
+    of a forward.
+    """
+
+    losses: dict[str, float]
+    errors: dict[str, float]
+    passes: float
+
+
 @torch.no_grad()
-def pruned(seed: int, steps: int) -> tuple[dict[str, float], float]:
-    """The held-out loss of a model of which 70% were pruned, by method; the seconds of one over a forward's."""
+def pruned(seed: int, steps: int) -> PrunedLosses:
+    """What each method costs a model that was trained for some steps."""
     model, text = trained(seed, steps)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batches, losses, prune_s = text[32:, :-1].split(8), dict[str, float](), list[float]()
+    wanted = of_experts(model, text[:32, :-1])
+    size = sum(float(sums.square().sum()) for _, _, sums in wanted)
+    batches, losses, errors, prune_s = text[32:, :-1].split(8), dict[str, float](), dict[str, float](), list[float]()
     for method in ("moe-pruner", "wanda", "magnitude", "random"):
         model.load_state_dict(weights)
         prune_s.append(processor_s(partial(prune, model, batches, sparsity=0.7, method=method)))
         losses[method] = float(model(text[:32, :-1], text[:32, 1:]))
+        errors[method] = sum(float((module(*given) - sums).square().sum()) for module, given, sums in wanted) / size
     forward_s = statistics.median(processor_s(lambda: [model(tokens) for tokens in batches]) for _ in range(5))
-    return losses, prune_s[0] / forward_s
+    return PrunedLosses(losses, errors, prune_s[0] / forward_s)
 
 
 def prune_goals(bench: Bench) -> Iterator[Goal]:
-    """Mean losses over seeds, each method over the next worse one."""
-    until, every = time.monotonic() + bench.limit_s, list[tuple[dict[str, float], float]]()
+    """Mean errors of the experts' outputs and mean losses over seeds, each method over the next worse one."""
+    until, every = time.monotonic() + bench.limit_s, list[PrunedLosses]()
     while len(every) < bench.seeds and time.monotonic() < until:
         every.append(pruned(len(every), bench.steps))
-    means = {method: statistics.mean(losses[method] for losses, _ in every) for method in every[0][0]}
-    for better, worse in pairwise(means):
-        name = f"pruned by 70%, {len(every)} seeds: loss, {better} over {worse}"
-        yield Goal(name, "<=", 1.0, means[better] / means[worse])
-    passes = statistics.median(passes for _, passes in every)
+    for what in ("errors", "losses"):
+        found = [getattr(each, what) for each in every]
+        means = {method: statistics.mean(by[method] for by in found) for method in found[0]}
+        for better, worse in pairwise(means):
+            name = f"pruned by 70%, {len(every)} seeds: {what}, {better} over {worse}"
+            yield Goal(name, "<=", 1.0, means[better] / means[worse])
+    passes = statistics.median(each.passes for each in every)
     yield Goal("pruning: forward passes that its processor seconds would make", "<=", 3.0, passes)
 
 
 def loss(bench: Bench) -> Iterator[Goal]:
     """Held-out losses of rounded hops over those of exact ones, by seed, and the scatter of exact runs."""
     contestants = [
-        f"{codec}-hops=zero[experts.parallel=4"
-        + "".join(f",experts.{way}={codec}" for way in ("dispatch", "combine", "gradients"))
-        for codec in CODECS
+        f"{name}-hops=zero[experts.parallel=4,experts.dispatch={rows},experts.combine={rows},"
+        f"experts.gradients={gradients}]"
+        for name, (rows, gradients, _) in HOPS.items()
     ]
     seeds = list(map(str, range(bench.seeds)))
     flags = f"--model moe-tiny --seq-len 64 --micro-batch 2 --dtype fp32 --lr 3e-3 --steps {2 * bench.steps}"
     bench.told(
         sys.executable, str(HERE / "loss.py"), "--runs", str(bench.runs), "--strategies",
-        ",".join(f"{each}]" for each in contestants), "--seeds", *seeds, "--flags", *flags.split(),
+        ",".join(contestants), "--seeds", *seeds, "--flags", *flags.split(),
     )  # fmt: skip
-    found: dict[str, dict[int, float]] = {codec: {} for codec in CODECS}
+    found: dict[str, dict[int, float]] = {name: {} for name in HOPS}
     for line in map(json.loads, bench.runs.read_text().splitlines() if bench.runs.exists() else []):
         config = tomllib.loads(line["config"])
-        if config["steps"] == 2 * bench.steps:
-            found[config["experts"].get("dispatch", "fp32")][config["seed"]] = line["heldout_loss"]
+        stated = tuple(config["experts"].get(way, "fp32") for way in ("dispatch", "combine", "gradients"))
+        for name, (rows, gradients, _) in HOPS.items():
+            if config["steps"] == 2 * bench.steps and stated == (rows, rows, gradients):
+                found[name][config["seed"]] = line["heldout_loss"]
     exact = found["fp32"]
     if len(exact) > 1:
         scatter = statistics.stdev(exact.values()) / statistics.mean(exact.values())
         print(f"exact hops, {len(exact)} seeds: losses scatter by {scatter:.2%}, their standard deviation")
-    for codec in ("int8", "int4"):
-        more = [found[codec][seed] / exact[seed] - 1 for seed in found[codec].keys() & exact.keys()]
-        name = f"{codec} hops, {len(more)} seeds: held-out loss more than exact hops'"
-        yield Goal(name, "<=", CODECS[codec], statistics.mean(more) if more else None)
+    for name in list(HOPS)[1:]:
+        more = [found[name][seed] / exact[seed] - 1 for seed in found[name].keys() & exact.keys()]
+        goal = f"{name} hops, {len(more)} seeds: held-out loss more than exact hops'"
+        yield Goal(goal, "<=", HOPS[name][2], statistics.mean(more) if more else None)
 
 
 GOALS: dict[str, Callable[[Bench], Iterator[Goal]]] = {

@@ -69,7 +69,7 @@ REFUSED = {
     "--plan plan.json": "--strategy auto makes a plan of its own",
     "--inner zero": "chooses no islands; nearest: --strategy diloco --inner zero",
     "--compile": "may cut the model into stages, which are not compiled",
-    "--teacher hf:there": "an axis but data, or auto, which may choose one",
+    "--teacher hf:there": "nearest: --strategy zero, or leave --teacher out",
     "--pipeline.recover average": "a restarted process can't choose",
     "--pipeline.across replicas": "finds an order in which stages cross nodes",
     "--optimizer onebit-adam": "from which --strategy auto chooses; nearest: --optimizer adamw, or --strategy onebit",

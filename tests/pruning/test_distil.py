@@ -129,6 +129,13 @@ def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
     folder.mkdir()
     flags = ["--model", "tiny", "--seq-len", "16", "--teacher", f"hf:{tmp_path / 'dense'}", "--compile"]
     check_refused(folder, flags, r"(?s)the model has 0 layer\(s\) of experts .* --teacher with --compile", monkeypatch)
+    for stated, near in (
+        ("--experts.parallel 4", "--experts.parallel 1"),
+        ("--mesh data=2,expert=2", "--mesh data=4"),
+        ("--stages auto", "--stages 1"),
+    ):
+        flags = ["--teacher", f"hf:{tmp_path / 'dense'}", "--model", f"hf:{tmp_path / 'sparse'}", "--workers", "4"]
+        check_refused(folder, [*flags, *stated.split()], rf"nearest: {near}, or leave --teacher out", monkeypatch)
     taught = (
         "--seq-len 16 --micro-batch 2 --tokens-per-step 64 --lr 0.003 --dtype fp32 --eval-sequences 0 "
         f"--sample-tokens 0 --timeout 60 --local-size 1 --steps 4 --strategy sdp4bit --model hf:{tmp_path / 'sparse'} "

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _compat
 from thinwire.collectives import Communicator, Peers, WorldPeers
-from thinwire.compose.checks import checked_method
+from thinwire.compose.checks import checked_method, spreads_experts, with_ranks
 from thinwire.compose.meshes import names_of, sizes_of
 from thinwire.errors import ConfigError
 from thinwire.hosts.pipeline.part import StagePart, take_part
@@ -43,7 +43,7 @@ class AxisMethods:
     method: Method | Connected
     pipeline: Pipeline
     sequence: SequenceParallel
-    experts: ExpertParallel
+    experts: ExpertParallel | None
     residency: Residency | None
     alike: list[Any]
 
@@ -69,7 +69,7 @@ class AxisMethods:
         return cls(
             method, (*pipelines, Pipeline())[0],
             replace((*sequences, SequenceParallel())[0], parallel=sizes.get("sequence", 1)),
-            replace((*experts, ExpertParallel())[0], parallel=sizes.get("expert", 1)),
+            with_ranks((*experts, ExpertParallel())[0], mesh) if spreads_experts(mesh, experts) else None,
             (*residencies, None)[0], alike,
         )  # fmt: skip
 

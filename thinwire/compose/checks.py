@@ -141,6 +141,12 @@ def sequence_problems(
     return problems.messages
 
 
+def spreads_experts(mesh: DeviceMesh, options: Sequence[ExpertParallel]) -> bool:
+    """Whether the expert axis of a mesh changes anything: one rank without options does not."""
+    ranks = sizes_of(mesh).get("expert", 0)
+    return ranks > 1 or bool(ranks and options)
+
+
 def with_ranks(options: ExpertParallel, mesh: DeviceMesh) -> ExpertParallel:
     """The options, with `parallel` set to the length of the mesh's expert axis."""
     return replace(options, parallel=mesh["expert"].size())
@@ -152,7 +158,7 @@ def expert_problems(
     """Reasons why an expert axis does not fit model, mesh and method, one message each; empty if it fits."""
     sizes, ranks = sizes_of(mesh), (*options, ExpertParallel())[0].parallel
     problems = Problems(axis_problems("expert", options, mesh, f"{shape_of(mesh)},expert={ranks}"))
-    if "expert" not in sizes:
+    if not spreads_experts(mesh, options):
         return problems.messages
     with problems.collect():
         check_experts(model, with_ranks((*options, ExpertParallel())[0], mesh), sizes["expert"])

@@ -108,7 +108,7 @@ def parallelize(
     axis = axis_of(mesh, tensor, part, stages)
     if axis is not None:
         local_size = node_inside(mesh, axis.whole, local_size)
-    if axis is not None and "expert" in names:
+    if axis is not None and given.experts is not None:
         check_optimizer(model, optimizer, given.experts)
         meter = Meter()
         experts = expert_parallel(

@@ -22,7 +22,7 @@ from thinwire.models import build_model, build_skeleton
 from thinwire.models.distil import check_alike
 from thinwire.models.hf import check_hf
 from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, SEQUENCE, has_islands, model_table
-from thinwire.run.config import TrainConfig, derive
+from thinwire.run.config import AXIS_FLAGS, TrainConfig, derive
 from thinwire.run.run import Run, island_size, tables_in_effect
 from thinwire.table import Row
 
@@ -139,12 +139,17 @@ def check_teacher(config: TrainConfig, run: Run | None) -> None:
             # Whatever is wrong with the model itself is told elsewhere.
             model = build_skeleton(config.model, *sizes, config.tables.get(model_table(config.model) or ""))
             problems.note(check_alike, model, teacher)
-    axes = {"pipeline", "expert", "sequence", "tensor", "island"} & config.mesh_shape.sizes.keys()
-    is_late = config.chooses_experts or config.chooses_stages or config.is_planned_late
-    if axes or is_late or (run is not None and run.has_islands):
+    others = config.mesh_shape.sizes.keys() - {"data"}
+    near = [f"{flag} 1" for axis, flag in AXIS_FLAGS.items() if axis in others]
+    if others and config.mesh is not None:
+        near = [f"--mesh data={config.world_size}"]
+    near += ["--stages 1"] * config.chooses_stages + ["--experts.parallel 1"] * config.chooses_experts
+    if config.is_planned_late or "island" in others or (run is not None and run.has_islands):
+        near.append("--strategy zero")
+    if near:
         problems.messages.append(
-            "--teacher beside islands, stages, an axis but data, or auto, which may choose one: not supported; leave "
-            "one of both out"
+            f"--teacher {config.teacher}: every rank runs all of the teacher, on the data axis alone, without islands "
+            f"or auto; nearest: {' '.join(dict.fromkeys(near))}, or leave --teacher out"
         )
     if config.compile or config.memory is not None or config.store is not None:
         problems.messages.append("--teacher with --compile, --memory or --store: not supported; leave one of both out")

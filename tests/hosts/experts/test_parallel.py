@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from tests.workers import run_workers
@@ -431,3 +432,26 @@ def lose_a_rank(rank: int, world_size: int) -> str:
 
 def test_a_lost_rank_is_named() -> None:
     assert run_workers(lose_a_rank, 2, may_die=(1,))[0]
+
+
+def dense_on_one(rank: int, world_size: int) -> str:
+    """Trains a model without experts on an expert axis of one rank; what options of experts there are told."""
+    found = []
+    for axes in (("data",), ("data", "expert")):
+        mesh = init_device_mesh("cpu", (world_size, 1)[: len(axes)], mesh_dim_names=axes)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stage = thinwire.parallelize(model, optimizer, mesh, [thinwire.Zero()], announce=False)
+        stage.module(torch.full((1, 4), 1.0 + rank)).sum().backward()
+        stage.optimizer.step()
+        found.append(model.weight.detach().clone())
+        assert stage.experts is None
+    assert torch.equal(*found)
+    with pytest.raises(thinwire.ConfigError, match="has no experts") as refused:
+        thinwire.parallelize(model, optimizer, mesh, [thinwire.Zero(), ExpertParallel(dispatch="int8")], announce=False)
+    return str(refused.value)
+
+
+def test_an_expert_axis_of_one_rank_changes_nothing_for_a_model_without_experts() -> None:
+    assert len({*run_workers(dense_on_one, 2)}) == 1

@@ -52,7 +52,12 @@ def test_a_folder_that_its_rank_deletes_meanwhile_is_gone(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     folder = keep(run_dir.store, 0, 1)
-    monkeypatch.setattr("thinwire.training.kept_steps.steps_in", lambda _: shutil.rmtree(folder) or {1})
+
+    def steps_in(_: Path) -> set[int]:
+        shutil.rmtree(folder)
+        return {1}
+
+    monkeypatch.setattr("thinwire.training.kept_steps.steps_in", steps_in)
     assert free_kept(run_dir, 1) == []
 
 

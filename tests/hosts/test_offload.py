@@ -15,7 +15,7 @@ from tests.hosts.on_disk import STEPS, assert_same, cut_small, followed, tear_wr
 from tests.workers import run_workers
 from thinwire import Residency
 from thinwire.compose import apply
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, ThinwireError
 
 NAMES = ("zero", "sdp4bit-loco", "frontier")
 
@@ -338,8 +338,11 @@ def on_islands(rank: int, world_size: int, folder: Path) -> list[Any]:
             stage.optimizer.zero_grad()
             losses.append(float(loss.detach()))
         stage.optimizer.finish()
+        if residency is not None:
+            with pytest.raises(ThinwireError, match=r"lie on a disk .* nearest: .* `with thinwire.whole\(module\)"):
+                model.state_dict()
         with thinwire.whole(model):
-            told.append([losses, {name: param.detach().clone() for name, param in model.named_parameters()}])
+            told.append([losses, {name: value.clone() for name, value in model.state_dict().items()}])
         stage.optimizer.close()
     with pytest.raises(ConfigError) as error:
         method = thinwire.DiLoCo(inner=thinwire.SDP4Bit(), sync_every=2, fedspeed=1.0)

@@ -459,6 +459,6 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 def untrained(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Frozen parameters, and buffers in the model's state; the optimizer has neither."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     frozen = {name: tensor for name, tensor in state.items() if name in params and not params[name].requires_grad}
     return frozen, {name: tensor for name, tensor in state.items() if name not in params}

@@ -202,6 +202,11 @@ class WeightsOnDisk(StreamedUpdates):
         units = dict.fromkeys(unit for child in module.modules() for unit in self._units_of.get(child, []))
         return [bucket for unit in units for bucket in unit.buckets]
 
+    def lacks(self, module: nn.Module) -> str | None:
+        # One that happens to be in memory may wait for its update.
+        passing = [bucket for bucket in self._buckets_of(module) if not self.replicas.spots[bucket].is_locked]
+        return passing[0].slots[0].name if passing else None
+
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
         """See `whole`."""

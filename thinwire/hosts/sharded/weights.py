@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
+from thinwire.errors import ThinwireError
 from thinwire.hosts.sharded.bucket import FlatBucket, LiveUnit, Slot
+from thinwire.hosts.sharded.guard import Hook
 from thinwire.hosts.sharded.seeds import Seeds
 from thinwire.state.replicas import fingerprint
 
@@ -161,6 +163,11 @@ class Weights:
         """Note that the unit's backward has ended."""
         self.wait(unit)
 
+    def lacks(self, module: nn.Module) -> str | None:
+        """A parameter of the module whose present values may not be in memory; None: there is none."""
+        params = module.named_parameters()
+        return next((name for name, param in params if param.numel() and not param.untyped_storage().nbytes()), None)
+
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
         """See `whole`."""
@@ -178,9 +185,22 @@ def units_by_module(model: nn.Module, units: Iterable[LiveUnit]) -> dict[nn.Modu
 
 
 def brings(weights: Weights, model: nn.Module) -> None:
-    """Let `whole` ask these weights for those of the model's modules."""
+    """Let `whole` ask these weights for those of the model's modules. A `state_dict()` without it is refused."""
     # What brings weights holds modules, so that a stronger reference would keep both for ever.
     _HOSTS.update(dict.fromkeys(model.modules(), weakref.ref(weights)))
+    for module in model.modules():
+        module.register_state_dict_pre_hook(Hook(_check_whole))
+
+
+def _check_whole(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise ThinwireError if `state_dict` would have parameters without values."""
+    # With keep_vars it has the parameters themselves.
+    host = _HOSTS[module]() if module in _HOSTS and not keep_vars else None
+    if host is not None and (name := host.lacks(module)) is not None:
+        raise ThinwireError(
+            f"state_dict() of {type(module).__name__}: the values of {name} lie on a disk or on other ranks; nearest: "
+            "call it inside `with thinwire.whole(module):` on every rank, layer by layer if not all fit in memory"
+        )
 
 
 @contextmanager

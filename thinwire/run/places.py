@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from thinwire.errors import ConfigError
@@ -31,6 +32,17 @@ def residency_options(config: TrainConfig) -> dict[str, Any]:
             raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
         options[name] = other if stated is None else stated
     return {name: value for name, value in options.items() if value is not None}
+
+
+def without_stated(config: TrainConfig, flags: Mapping[str, Any], tables: Tables) -> TrainConfig:
+    """The same without what flags, and the tables of flags, state under either of its two names."""
+    own, below = tables.get(RESIDENCY, {}), dict(config.tables.get(RESIDENCY, {}))
+    for name in FLAT:
+        if name in flags:
+            below.pop(name, None)
+        elif name in own:
+            config = replace(config, **{name: None})
+    return replace(config, tables={**config.tables, RESIDENCY: below})
 
 
 def completed(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,14 @@ def residency_of(config: TrainConfig) -> Residency | None:
     return None if is_bare(options) else found
 
 
+def check_slices(residency: Residency, micro_batch: int) -> None:
+    """Raise ConfigError for more slices than a micro-batch has sequences."""
+    if residency.slices is not None and residency.slices > micro_batch:
+        raise ConfigError(
+            f"--slices {residency.slices}: a micro-batch has {micro_batch} sequences; nearest: --slices {micro_batch}"
+        )
+
+
 def check_no_store(found: Residency, options: Mapping[str, Any], *, keeps: bool = False) -> None:
     """Raise ConfigError for a residency of these options that needs a disk. keeps: they ask for durable steps."""
     if found.needs_store or keeps:

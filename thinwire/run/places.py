@@ -36,13 +36,13 @@ def residency_options(config: TrainConfig) -> dict[str, Any]:
 
 def without_stated(config: TrainConfig, flags: Mapping[str, Any], tables: Tables) -> TrainConfig:
     """The same without what flags, and the tables of flags, state under either of its two names."""
-    own, below = tables.get(RESIDENCY, {}), dict(config.tables.get(RESIDENCY, {}))
+    own, below, cleared = tables.get(RESIDENCY, {}), dict(config.tables.get(RESIDENCY, {})), dict[str, Any]()
     for name in FLAT:
         if name in flags:
             below.pop(name, None)
         elif name in own:
-            config = replace(config, **{name: None})
-    return replace(config, tables={**config.tables, RESIDENCY: below})
+            cleared[name] = None
+    return replace(config, **cleared, tables={**config.tables, RESIDENCY: below})
 
 
 def completed(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,8 +106,8 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
     if asked.resume and "local_size" not in flags and (below.local_size or 1) > replace(below, **flags).world_size:
         below = replace(below, local_size=None)
     tables = {name: {**below.tables.get(name, {}), **tables.get(name, {})} for name in {**below.tables, **tables}}
-    stated = flags.get("memory"), below.memory, tables.get(RESIDENCY, {}).get("memory")
-    if (limit := own_limit()) is not None and not any(value is not None for value in stated):
+    budgets = flags.get("memory"), below.memory, tables.get(RESIDENCY, {}).get("memory")
+    if (limit := own_limit()) is not None and not any(value is not None for value in budgets):
         flags["memory"] = limit
     config = replace(below, **flags, tables={name: values for name, values in tables.items() if values})
     return replace(config, tables=with_capacity(config.model, config.tables, problems))

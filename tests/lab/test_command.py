@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.support import HANG_S, REASON, needs_network, processes_with, wait_until
+from thinwire.calibration.process import USUAL
 from thinwire.cost import Machine
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import LabError, check
@@ -41,12 +42,15 @@ def counted(output: str) -> dict[int, tuple[int, int]]:
         (["--rate", "100", "--slow", "7=fast", "--slow", "x", "--", "no-such-program"],
          ["5 problems", "'100mbit'", "rate 'fast'", "slow node 7", "slow 'x'", "'no-such-program' was not found"]),
         (["--disk-rate", "500MB", "--", "true"], ["disk rate '500MB': is not a size a second"]),
+        (["--memory", "0gb", "--", "true"], ["--memory '0gb': must be above 0; nearest: '1gb'"]),
+        (["--memory", "100mb", "--", *THINWIRE, "train"], ["--memory '100mb': must be above the 480 MB", "'1gb'"]),
         (["--check", "--", "true"], ["--check runs no command: leave out 'true'"]),
         (["--check", "--nodes", "0"], ["nodes 0 must be from 1"]),
         (["--check", "--nodes", "1"], ["--check: a network of 1 node has no link", "nearest: --nodes 2"]),
     ],
 )  # fmt: skip
-def test_what_can_not_work_is_refused(args: list[str], parts: list[str]) -> None:
+def test_what_can_not_work_is_refused(args: list[str], parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.calibration.process.process_memory", lambda: USUAL)
     with pytest.raises(ConfigError) as caught:
         run_lab(args)
     for part in parts:

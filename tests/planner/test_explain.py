@@ -256,6 +256,12 @@ def test_all_mistakes_are_reported_at_once() -> None:
             ["--memory", "1gb", "--model", "tiny", "--store", "none", "--residency.weights", "disk"],
             "^--store none: nothing lies on a disk, and that needs one: --residency.weights disk",
         ),
+        (["--memory", "1gb", "--model", "tiny", "--slices", "100"], "^--slices 100: a micro-batch has 8 sequences"),
+        (["--memory", "1gb", "--residency.memory", "2gb"], "^--memory 1gb and --residency.memory 2gb: give one of"),
+        (["--residency.memory", "1mb", "--model", "tiny"], "memory of 1 MB is below the floor"),
+        (["--disk-rate", "1MB/s", "--residency.disk-rate", "2MB/s"], "^--disk-rate 1MB/s and --residency.disk-rate"),
+        (["--activations", "sample:5"], "^activations 'sample:5': the share must be above 0 and at most 1"),
+        (["--strategy", "diloco", "--inner", "sdp4bit"], "unknown flag --inner: .* nearest: --strategy NAME"),
         (["--memory", "1gb", "--model", "125m", "--store", "none"], "memory of 1000 MB is below the floor"),
         (["--parameters", "nan"], "--parameters nan: must be from 1"),
     ):

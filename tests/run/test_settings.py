@@ -12,6 +12,7 @@ from thinwire.models.build import build_model
 from thinwire.optim import DionOptimizer
 from thinwire.run.config import TrainConfig
 from thinwire.run.optimizer import optimizer_over, read_optimizer
+from thinwire.run.places import residency_options
 from thinwire.run.run import Run
 from thinwire.run.settings import to_toml
 
@@ -55,6 +56,23 @@ def test_another_way_to_lie_on_the_ranks_replaces_that_of_the_file(tmp_path: Pat
     assert read(str(path), "--tensor", "1").mesh_shape.sizes == {"pipeline": 2, "data": 2}
     path.write_text('workers = 4\nmesh = "data=4"\n')
     assert read(str(path), "--tensor", "2").mesh_shape.sizes == {"data": 2, "tensor": 2}
+
+
+def test_a_flag_replaces_what_the_file_states_by_the_other_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[residency]\nmemory = "2gb"\nslices = 4\ndurable = true\n')
+    stated = {"memory": "1gb", "slices": 2, "durable": True}
+    assert residency_options(read(str(path), "--memory", "1gb", "--slices", "2")) == stated
+    path.write_text('memory = "2gb"\nslices = 4\n[residency]\ndurable = true\n')
+    flags = ("--residency.memory", "1gb", "--residency.slices", "2")
+    assert residency_options(read(str(path), *flags)) == stated
+    with pytest.raises(ConfigError, match="give one of them"):
+        residency_options(read(str(path), "--memory", "3gb", *flags))
+    # A limit of the shell is no third statement.
+    monkeypatch.setattr("resource.getrlimit", lambda _: (900_000_000, -1))
+    assert residency_options(read(*flags))["memory"] == "1gb"
 
 
 def test_islands_are_cut_inside() -> None:

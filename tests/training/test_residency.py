@@ -467,7 +467,23 @@ def test_weights_that_are_cut_stay_cut_to_the_end_of_a_run_on_a_disk_or_under_a_
             assert losses == plain and held < 0.8 * whole
 
 
-def test_the_least_budget_is_the_floor_where_no_sub_group_takes_a_share_of_it() -> None:
-    parts = {"process": 400_000_000, "optimizer": 100_000_000}
-    assert Floor(parts, 0, is_whole=True).least_bytes() == 500_000_000
-    assert Floor(parts, 0, is_whole=True, passing=100_000).least_bytes() > 500_000_000
+@pytest.mark.parametrize(("model", "workers"), [("tiny", 2), ("125m", 4)])
+def test_the_least_budget_is_the_smallest_that_is_taken(model: str, workers: int) -> None:
+    """Sub-groups of a small model do not grow with the budget, those of a large one do."""
+    skeleton = build_skeleton(model, 256, 256)
+    config = TrainConfig(model=model, workers=workers, local_size=1, micro_batch=1, store="/var/tmp")
+
+    def refused(memory: str) -> str:
+        residency, setup = resolved(Run.of(replace(config, memory=memory)), skeleton)
+        try:
+            Floor.of(residency, setup).check(residency.memory_bytes)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert "memory of 1 B is below" in refused("1b")
+    words = refused("500mb")
+    least = int(words.split("nearest: --memory ")[1].split("mb")[0])
+    assert not refused(f"{least}mb")
+    below = refused(f"{least - 1}mb")
+    assert f"memory of {least - 1} MB is below the floor of {least} MB" in below and f"--memory {least}mb" in below

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
@@ -84,7 +86,7 @@ def read(args: Sequence[str]) -> tuple[LabOptions, LabSpec, list[str]]:
     for text in options.slow:
         slow |= problems.note(parse_slow, text) or {}
     if options.memory is not None:
-        problems.note(memory_bytes, options.memory)
+        problems.note(check_memory, options.memory, command)
     if options.disk_rate is not None:
         problems.note(disk_variable, options.disk_rate)
     for text in options.link:
@@ -109,7 +111,22 @@ def memory_bytes(text: str) -> int:
     # It brings torch, which the lab needs for nothing else.
     from thinwire.methods.memory import read_bytes
 
-    return read_bytes(text, "--memory")
+    limit = read_bytes(text, "--memory")
+    if not limit:
+        raise ConfigError(f"--memory {text!r}: must be above 0; nearest: '1gb'")
+    return limit
+
+
+def check_memory(text: str, command: Sequence[str]) -> None:
+    """Raise ConfigError for no memory, and for less than a worker of thinwire needs to load torch."""
+    from thinwire.calibration.process import process_memory
+
+    limit, is_own = memory_bytes(text), "thinwire" in (Path(word).name for word in command[:3])
+    if is_own and "train" in command[:4] and limit < (least := process_memory().data):
+        raise ConfigError(
+            f"--memory {text!r}: must be above the {least / 1e6:.0f} MB that a worker takes before it has a model; "
+            f"nearest: '{math.ceil(1.25 * least / 1e9)}gb'"
+        )
 
 
 def disk_variable(text: str) -> dict[str, str]:

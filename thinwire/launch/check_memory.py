@@ -17,6 +17,7 @@ from thinwire.models.llama import Llama
 from thinwire.models.moe import check_parts
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.optimizer import limits_itself, name_of
+from thinwire.run.places import check_slices
 from thinwire.run.residency import check_optimizer, check_tiled, resolved
 from thinwire.run.run import Run
 from thinwire.run.run_dir import RunDir
@@ -47,10 +48,8 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     micro_batch = derive(config, config.num_shares).micro_batch
     if residency.is_sliced and config.documents:
         problems.note(check_sliced, config, residency)
-    elif residency.is_sliced and residency.slices is not None and residency.slices > micro_batch:
-        problems.messages.append(
-            f"--slices {residency.slices}: a micro-batch has {micro_batch} sequences; nearest: --slices {micro_batch}"
-        )
+    else:
+        problems.note(check_slices, residency, micro_batch)
     if residency.is_sliced:
         problems.note(check_parts, model)
     problems.note(check_model, residency, model)

@@ -70,7 +70,8 @@ def read_config(args: Sequence[str], problems: Problems) -> TrainConfig:
 def configured(stated: Stated, problems: Problems) -> TrainConfig:
     """The configuration from the values that the command line states."""
     # It knows the strategies, and with them torch, for which --help does not wait.
-    from thinwire.options import with_capacity
+    from thinwire.options import RESIDENCY, with_capacity
+    from thinwire.run.places import without_stated
     from thinwire.run.settings import check_length, own_limit, read_toml
 
     tables = dict(stated)
@@ -101,10 +102,12 @@ def configured(stated: Stated, problems: Problems) -> TrainConfig:
         {"stages", "tensor"} & flags.keys() or any("parallel" in tables.get(name, {}) for name in AXIS_TABLES.values())
     ):
         below = below.by_flags()
+    below = without_stated(below, flags, tables)
     if asked.resume and "local_size" not in flags and (below.local_size or 1) > replace(below, **flags).world_size:
         below = replace(below, local_size=None)
-    if (limit := own_limit()) is not None and (flags.get("memory") or below.memory) is None:
-        flags["memory"] = limit
     tables = {name: {**below.tables.get(name, {}), **tables.get(name, {})} for name in {**below.tables, **tables}}
+    budgets = flags.get("memory"), below.memory, tables.get(RESIDENCY, {}).get("memory")
+    if (limit := own_limit()) is not None and not any(value is not None for value in budgets):
+        flags["memory"] = limit
     config = replace(below, **flags, tables={name: values for name, values in tables.items() if values})
     return replace(config, tables=with_capacity(config.model, config.tables, problems))

@@ -29,7 +29,7 @@ from thinwire.planner.explained_notes import (
 from thinwire.planner.mesh_plans import plan_on
 from thinwire.planner.optimizers import ADAMW, COUNTED, counted_by, why_not_by
 from thinwire.planner.options import AUTO, ExplainConfig, chosen, range_errors, read
-from thinwire.planner.residency import PLACED, Resident, where_all_lies
+from thinwire.planner.residency import PLACED, Resident, stated_options, where_all_lies
 from thinwire.planner.search import Search
 from thinwire.planner.stages import Grid, Stages
 from thinwire.planner.stated_stages import cut_into_stages, found_stages
@@ -111,6 +111,9 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     out_of_range = list(range_errors(config))
     problems.messages += out_of_range
     rates = read(config.rate, problems), read(config.local_rate, problems)
+    options = problems.note(stated_options, config)
+    if options is not None:
+        config = replace(config, memory=options.get("memory"))
     searched_all = config.stages == AUTO and config.strategy == "all"
     if searched_all:
         config = replace(config, strategy=",".join(SEARCHED))
@@ -141,7 +144,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
         near = f"counted are {', '.join(COUNTED)}; nearest: {ADAMW}"
         problems.messages.append(f"--optimizer {config.optimizer}: no strategy's plan counts its state; {near}")
     resident: Resident | None = None
-    if config.memory is not None and laid is not None and len(plans) == len(names):
+    if options is not None and config.memory is not None and laid is not None and len(plans) == len(names):
         with problems.collect():
             resident = where_all_lies(config, names, strategy_of, laid.model)
     problems.raise_any()

@@ -121,6 +121,7 @@ def option_tables() -> Mapping[str, type]:
 OF_A_RUN = {
     "--workers": ": the ranks are --nodes times --local-size; nearest: --local-size",
     "--tokens-per-step": ": a rank takes --micro-batches times --micro-batch sequences; nearest: --micro-batches",
+    "--inner": ": islands are explained with ddp inside; nearest: --strategy NAME, for one island alone",
 }
 
 

@@ -35,8 +35,17 @@ from thinwire.planner.optimizers import counted_by
 from thinwire.planner.options import ExplainConfig
 from thinwire.planner.waiting import rates_of, rows_on_waiting
 from thinwire.report.units import bytes_text, seconds_text
+from thinwire.run.config import TrainConfig
 from thinwire.run.optimizer import name_of, optimizer_over
-from thinwire.run.places import NO_STORE, check_no_store, completed, made_residency
+from thinwire.run.places import (
+    FLAT,
+    NO_STORE,
+    check_no_store,
+    check_slices,
+    completed,
+    made_residency,
+    residency_options,
+)
 from thinwire.run.residency import why_whole
 from thinwire.table import Row
 
@@ -52,14 +61,24 @@ class Resident:
     rows: list[Row]
 
 
+def stated_options(config: ExplainConfig) -> dict[str, Any]:
+    """The stated options of a residency. Raises ConfigError for what `thinwire train` refuses of them."""
+    flags, own = {name: getattr(config, name) for name in FLAT}, config.tables.get(RESIDENCY, {}).get("disk_rate")
+    options = residency_options(TrainConfig(**flags, tables=config.tables))
+    if config.disk_rate is not None:
+        if own not in (None, config.disk_rate):
+            raise ConfigError(f"--disk-rate {config.disk_rate} and --{RESIDENCY}.disk-rate {own}: give one of them")
+        options["disk_rate"] = config.disk_rate
+    if options:
+        check_slices(made_residency(completed(options), config.tables), config.micro_batch)
+    return options
+
+
 def where_all_lies(
     config: ExplainConfig, names: Sequence[str], strategy_of: Callable[[str, ExplainConfig], Method], model: nn.Module
 ) -> Resident:
     """The parts of the one stated strategy. Raises ConfigError for several, and for a budget that is too small."""
-    flags: dict[str, Any] = {"memory": config.memory, "disk_rate": config.disk_rate}
-    flags |= {"store": config.store, "activations": config.activations, "slices": config.slices}
-    stated = {name: value for name, value in flags.items() if value is not None}
-    options = {**config.tables.get(RESIDENCY, {}), **stated}
+    options = stated_options(config)
     residency = made_residency(completed(options), config.tables)
     if options.get("store") == NO_STORE:
         check_no_store(residency, completed(options))
@@ -95,8 +114,9 @@ def where_all_lies(
     if whole and (residency.weights == "disk" or setup.is_cut):
         rows.append(("weights", "the whole model on every rank, at first", whole))
     if residency.is_sliced:
-        slices = min(residency.slices or 1, config.micro_batch)
-        rows.append((f"--slices {residency.slices}", f"{slices} parts in each layer", "weights are read once for all"))
+        rows.append(
+            (f"--slices {residency.slices}", f"{residency.slices} parts in each layer", "weights are read once for all")
+        )
     if residency.recomputes and kept is not None:
         what = "from inputs on the disk" if residency.spills else "from inputs in memory"
         rows.append(

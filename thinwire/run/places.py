@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from thinwire.errors import ConfigError
@@ -31,6 +32,17 @@ def residency_options(config: TrainConfig) -> dict[str, Any]:
             raise ConfigError(f"--{name} {stated} and --residency.{name} {other}: give one of them")
         options[name] = other if stated is None else stated
     return {name: value for name, value in options.items() if value is not None}
+
+
+def without_stated(config: TrainConfig, flags: Mapping[str, Any], tables: Tables) -> TrainConfig:
+    """The same without what flags, and the tables of flags, state under either of its two names."""
+    own, below, cleared = tables.get(RESIDENCY, {}), dict(config.tables.get(RESIDENCY, {})), dict[str, Any]()
+    for name in FLAT:
+        if name in flags:
+            below.pop(name, None)
+        elif name in own:
+            cleared[name] = None
+    return replace(config, **cleared, tables={**config.tables, RESIDENCY: below})
 
 
 def completed(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +86,14 @@ def residency_of(config: TrainConfig) -> Residency | None:
     if has_none:
         check_no_store(found, options, keeps=keeps)
     return None if is_bare(options) else found
+
+
+def check_slices(residency: Residency, micro_batch: int) -> None:
+    """Raise ConfigError for more slices than a micro-batch has sequences."""
+    if residency.slices is not None and residency.slices > micro_batch:
+        raise ConfigError(
+            f"--slices {residency.slices}: a micro-batch has {micro_batch} sequences; nearest: --slices {micro_batch}"
+        )
 
 
 def check_no_store(found: Residency, options: Mapping[str, Any], *, keeps: bool = False) -> None:

@@ -37,7 +37,8 @@ class Floor:
     Attributes:
         disk: bytes on the disk.
         is_whole: activations are among the parts.
-        passing: bytes of sub-groups, a share of the budget that is part of the floor.
+        passing: bytes of sub-groups, of which a larger budget may have larger ones.
+        most_passing: those of the largest sub-groups.
         start: bytes before the first step, if the model is built whole; 0: it is not.
     """
 
@@ -45,6 +46,7 @@ class Floor:
     disk: int
     is_whole: bool
     passing: int = 0
+    most_passing: int = 0
     start: int = 0
 
     @classmethod
@@ -53,14 +55,16 @@ class Floor:
         plan, states, kept = setup.plan, setup.states, setup.kept
         parts = {"process": setup.process.data, "kernels": KERNEL_BYTES} | plan.memory | {"optimizer": states.whole}
         parts |= setup.outer
-        disk = passing = 0
+        disk = passing = most_passing = 0
         if residency.optimizer != "memory" and states.disk:
             disk = residency.piece_disk_bytes(states.disk, states.masters)
             parts["optimizer"] = states.piece + residency.coded_bytes(min(states.piece, states.masters))
         elif residency.optimizer != "memory":
             each = NUM_STATES * FP32_BYTES
-            passing = NUM_PASSING * each * residency.sub_group_numel(NUM_STATES, states.whole // each)
-            disk, parts["optimizer"] = residency.disk_bytes(states.whole), min(passing, states.whole)
+            numel = states.whole // each
+            groups = residency.sub_group_numel(NUM_STATES, numel), residency.most_sub_group_numel(numel)
+            passing, most_passing = (min(NUM_PASSING * each * group, states.whole) for group in groups)
+            disk, parts["optimizer"] = residency.disk_bytes(states.whole), passing
         parts["sums"] = states.at_once if residency.gradients == AT_ONCE else states.sums
         largest, mean, world_size = setup.largest_bytes, setup.mean_bytes, setup.topology.world_size
         own = plan.gradients - mean
@@ -92,7 +96,7 @@ class Floor:
         found = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
         # A bucket is filled beside the model that it is taken from.
         start = setup.process.data + setup.model_bytes + largest if setup.is_built_whole else 0
-        return cls(found, disk, kept is not None, 0 if residency.sub_group else passing, start)
+        return cls(found, disk, kept is not None, passing, most_passing, start)
 
     @property
     def step_bytes(self) -> int:
@@ -106,9 +110,9 @@ class Floor:
 
     def least_bytes(self, more: float = 0.0) -> float:
         """The smallest budget that suffices, in bytes. more: what a process holds beyond a usual one."""
-        # A larger budget has larger sub-groups, where they pass through memory.
-        share = PASSING_SHARE if self.passing else 0.0
-        return max(self.num_bytes + more, (self.step_bytes - self.passing + more) / (1 - share))
+        # A larger budget has larger sub-groups, up to the largest, or to their share of it.
+        rest = self.step_bytes - self.passing + more
+        return max(self.num_bytes + more, min(rest + self.most_passing, rest / (1 - PASSING_SHARE)))
 
     def check(self, memory_bytes: int | None, spelled: str = "--memory {}") -> None:
         """Raise ConfigError, listing all parts, for a budget below it. spelled: how a budget is stated."""
@@ -121,10 +125,11 @@ class Floor:
             listed = f"the model is built whole at first, {model_mb:.0f} MB; process {process / 1e6:.0f} MB"
         least = math.ceil(self.least_bytes() / 1e6)
         ranks = ", or more ranks" if self.num_bytes > max(self.start, 2 * process) else ""
+        budget = f"{memory_bytes // 10**6} MB" if memory_bytes >= 10**6 else f"{memory_bytes:,} B"
         raise ConfigError(
-            f"{'--' if '--' in spelled else ''}memory of {memory_bytes / 1e6:.0f} MB is below the floor of "
-            f"{self.num_bytes / 1e6:.0f} MB: {listed}{'' if self.is_whole else ', before activations'}; nearest: "
-            f"{spelled.format(f'{least}mb')}{ranks}{cuda_build(process)}"
+            f"{'--' if '--' in spelled else ''}memory of {budget} is below the floor of "
+            f"{math.ceil(self.num_bytes / 1e6)} MB: {listed}{'' if self.is_whole else ', before activations'}; "
+            f"nearest: {spelled.format(f'{least}mb')}{ranks}{cuda_build(process)}"
         )
 
 

@@ -286,12 +286,14 @@ class Residency:
 
         numel: of all that a rank steps.
         """
-        if self.sub_group is not None:
-            return self.sub_group
-        most = min(SUB_GROUP, -(-numel // LEAST_NUMBER))
-        if self.memory_bytes is not None:
+        most = self.most_sub_group_numel(numel)
+        if self.sub_group is None and self.memory_bytes is not None:
             most = min(most, int(self.memory_bytes * PASSING_SHARE) // (3 * num_kinds * FP32_BYTES))
         return max(1, most)
+
+    def most_sub_group_numel(self, numel: int) -> int:
+        """The same under the largest budget."""
+        return self.sub_group or min(SUB_GROUP, -(-numel // LEAST_NUMBER))
 
 
 def same_everywhere(residency: Residency | None) -> dict[str, object]:

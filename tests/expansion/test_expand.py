@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -289,6 +290,43 @@ def test_a_folder_is_expanded_and_proved(
     monkeypatch.setattr(GrownAxis, "kappa", 1.0)
     with pytest.raises(UnfaithfulError, match=r"differ by .* the folder was deleted"):
         cli.run([*command, str(tmp_path / "wrong")])
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_a_folder_in_bf16_is_proved_before_it_is_rounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What rounding explains is taken and told; a weight that is wrong by less than rounding hides is refused."""
+    small_model("gpt2", vocab_size=256, n_embd=16).to(torch.bfloat16).save_pretrained(tmp_path / "small")
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n} lines\n" for n in range(600)))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told: dict[str, Any] = {"hidden_size": 24, "data": str(tmp_path / "text.txt"), "sequences": 1}
+    done = expand_module.expand(f"hf:{tmp_path / 'small'}", tmp_path / "large", **told)
+    assert done.unrounded is not None and done.unrounded < 1e-5 and expand_module.MOST_ERROR < done.error < 0.02
+    assert done.loss is not None and done.loss[0] == pytest.approx(done.loss[1], abs=1e-2)
+    weights = load_file(tmp_path / "large/model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    left = {path.name for path in (tmp_path / "large").iterdir()}
+    assert left == {"config.json", "model.safetensors"}
+    command = ["expand", f"hf:{tmp_path / 'small'}", "--hidden-size", "24", "--data", told["data"], "--to"]
+    assert cli.run([*command, str(tmp_path / "again"), "--sequences", "1"]) == 0
+    assert "rounded to the source's narrow dtype; before that, logits differed by" in capsys.readouterr().out
+    rows = GrownTensor.rows
+
+    def broken(self: GrownTensor, *given: Any) -> Tensor:
+        found = rows(self, *given)
+        return found * 1.002 if self.draw.name == "transformer.h.1.attn.c_proj.weight" else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GrownTensor, "rows", broken)
+        with pytest.raises(
+            UnfaithfulError, match=r"differ by .*; the limit is 0.001; the folder was deleted"
+        ) as caught:
+            expand_module.expand(f"hf:{tmp_path / 'small'}", tmp_path / "wrong", **told)
+    assert float(str(caught.value).split(" differ by ")[1].split()[0]) < done.error
+    monkeypatch.setattr(expand_module, "MOST_ROUNDED", 2e-3)
+    with pytest.raises(UnfaithfulError, match=r"the limit is 0.002; nearest: a source saved in fp32; the folder was"):
+        expand_module.expand(f"hf:{tmp_path / 'small'}", tmp_path / "wrong", **told)
     assert not (tmp_path / "wrong").exists()
 
 

@@ -316,6 +316,35 @@ def test_vocabulary_over_ranks() -> None:
     run_workers(over_ranks, 2)
 
 
+def over_more_ranks_than_words(rank: int, world_size: int) -> None:
+    e, c, bias, targets = problem()
+    c, bias, targets = c[:2], bias[:2], torch.where(targets >= 0, targets % 2, targets)
+    exact = with_grads(lambda e, c, b: plain(e, c, targets, bias=b, softcap=5.0, z_loss=0.1), e, c, bias)
+    mesh = init_device_mesh("cpu", (world_size,))
+    filters = {"filter_e": "drop", "filter_c": "unbiased"}
+    for options in ({"impl": "tiles"}, {"impl": "tiles", **filters}, {"impl": "plain"}):
+        told: Any = partial(cut_cross_entropy, targets=targets, softcap=5.0, z_loss=0.1, **options)
+        in_group = partial(told, group=dist.group.WORLD)
+        # The last rank has no rows; the first; all but one.
+        for bounds in ((0, 1, 2, 2), (0, 0, 1, 2), (0, 0, 2, 2)):
+            own = slice(*bounds[rank : rank + 2])
+            mine = with_grads(lambda e, c, b, loss=in_group: loss(e, c, bias=b), e, c[own], bias[own])
+            for part, true in zip(mine, (*exact[:2], exact[2][own], exact[3][own]), strict=True):
+                torch.testing.assert_close(part, true, rtol=1e-12, atol=1e-12)
+        leaves: list[Any] = [distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_() for whole in (c, bias)]
+        loss = told(e, leaves[0], bias=leaves[1])
+        loss.backward()
+        assert len(leaves[0].to_local()) == (rank < 2)
+        # The weight of the only loss in with_grads is 0.5.
+        grads = [0.5 * leaf.grad.full_tensor() for leaf in leaves]
+        for part, true in zip((loss.detach(), *grads), (exact[0], *exact[2:]), strict=True):
+            torch.testing.assert_close(part, true, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_may_have_no_rows_of_the_vocabulary() -> None:
+    run_workers(over_more_ranks_than_words, 3)
+
+
 def over_unequal_data(rank: int, world_size: int) -> None:
     e, c, _, targets = problem()
     targets[: N // 2] = torch.where(torch.arange(N // 2) % 3 == 0, targets[: N // 2], -100)

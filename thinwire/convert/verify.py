@@ -47,24 +47,27 @@ class Fidelity:
 class KeptLogits:
     """What a model has said of batches, in files, so that it need not be in memory beside another one.
 
-    Call it once for each batch, in order. The model's weights are given up.
+    Call it once for each batch, in order, and so as often as stated. The model's weights are given up.
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, batches: Iterable[Tensor], folder: Path) -> None:
-        """folder: the files lie in it, each until it is read."""
+    def __init__(self, model: nn.Module, batches: Iterable[Tensor], folder: Path, times: int = 1) -> None:
+        """folder: the files lie in it, each until it is read for the last time. times: number of rounds of calls."""
         self._files: list[Path] = []
         for number, tokens in enumerate(batches):
             self._files.append(folder / f"logits-{number}.pt")
             torch.save(model(tokens), self._files[-1])
         model.to("meta")
-        self._coming = iter(self._files)
+        self._coming = iter(self._files * times)
+        self._left = len(self._files) * (times - 1)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits of the next batch, [batch, seq, vocab]."""
         file = next(self._coming)
         found: Tensor = torch.load(file, weights_only=True)
-        file.unlink()
+        if not self._left:
+            file.unlink()
+        self._left = max(0, self._left - 1)
         return found
 
 

@@ -26,6 +26,11 @@ def run_expand(args: Sequence[str]) -> int:
         f"compared on {done.num_tokens:,} held-out tokens: logits differ by at most {done.error:.2g} of the largest "
         f"one{loss}"
     )
+    if done.unrounded is not None:
+        print(
+            "the weights are rounded to the source's narrow dtype; before that, logits differed by at most "
+            f"{done.unrounded:.2g}, so the rest is rounding"
+        )
     print(
         f"train it: thinwire train --model hf:{config.to}, with the highest learning rate and the warm-up that a model "
         f"of this size takes from scratch, and about {DECAY} of its steps (--steps): the decay is that much shorter"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,12 @@ from thinwire.expansion.roles import ALL_ZERO, CANCELLING, KEPT, Draw, GrownTens
 from thinwire.models.llama import next_token_loss
 
 INSERTED = {"cancelling": CANCELLING, "zero": ALL_ZERO}
+# What config.json of old and new versions of transformers calls it.
+IN_FP32 = {"torch_dtype": "float32", "dtype": "float32"}
 # Of logits in fp32, relative to the largest: rounding of the larger model's longer sums.
 MOST_ERROR = 1e-3
+# Of a folder in bf16 or fp16, whose larger model was right before its weights were rounded: what is still of use.
+MOST_ROUNDED = 0.1
 # Of a tensor that are in memory at a time.
 PART_BYTES = 64 << 20
 
@@ -32,7 +38,8 @@ class Expanded:
     """Result of an expansion.
 
     error: largest difference of logits on held-out text, relative to the largest logit. loss: both models' mean
-    next-token loss there, in nats; None of a classifier.
+    next-token loss there, in nats; None of a classifier. unrounded: the error before weights were rounded to the dtype
+    of the source; None where it rounds nothing.
     """
 
     num_parameters: int
@@ -40,6 +47,7 @@ class Expanded:
     num_tokens: int
     error: float
     loss: tuple[float, float] | None
+    unrounded: float | None = None
 
 
 def expand(
@@ -76,22 +84,34 @@ def expand(
     origin = open_origin(source)
     growth = Growth.of(origin.settings, hidden_size, layers, intermediate_size)
     with new_folder(Path(to)) as folder:
-        (folder / "config.json").write_text(json.dumps(dict(growth.large), indent=2) + "\n")
-        tensors = expanded(origin, growth, seed, INSERTED[inserted])
-        shapes = write_weights(
-            folder,
-            ((name, TensorParts(grown.shape, grown.small.dtype, grown.parts(PART_BYTES))) for name, grown in tensors),
-        )
+        tensors = partial(expanded, origin, growth, seed, INSERTED[inserted])
+        shapes = write_model(folder, growth.large, tensors())
+        is_rounded = any(tensor.dtype != tensor.small.dtype for _, tensor in tensors())
         origin.write_tokenizer(folder)
         small = origin.model()
         num_parameters = sum(shape.numel() for shape in shapes.values())
         num_small = sum(parameter.numel() for parameter in small.parameters())
-        texts = list(origin.tokens(data, sequences))
+        texts, has_loss = list(origin.tokens(data, sequences)), not growth.is_classifier
         # One model is in memory at a time.
-        with TemporaryDirectory(dir=folder) as kept:
-            ours = KeptLogits(small, (tokens for tokens, _ in texts), Path(kept))
-            told = proof(ours, load_folder(folder), texts, has_loss=not growth.is_classifier)
-            return Expanded(num_parameters, num_small, *told)
+        with TemporaryDirectory(dir=folder) as kept, TemporaryDirectory(dir=folder) as exact:
+            ours = KeptLogits(small, (tokens for tokens, _ in texts), Path(kept), times=1 + is_rounded)
+            if not is_rounded:
+                return Expanded(num_parameters, num_small, *proof(ours, load_folder(folder), texts, has_loss=has_loss))
+            # Rounding would hide a wrong expansion, so the proof is of the weights before it.
+            write_model(Path(exact), {**growth.large, **IN_FP32}, ((name, each.unrounded) for name, each in tensors()))
+            _, unrounded, _ = proof(ours, load_folder(Path(exact)), texts, has_loss=has_loss)
+            told = proof(ours, load_folder(folder), texts, has_loss=has_loss, is_rounded=True)
+            return Expanded(num_parameters, num_small, *told, unrounded)
+
+
+def write_model(
+    folder: Path, settings: Mapping[str, Any], tensors: Iterable[tuple[str, GrownTensor]]
+) -> dict[str, torch.Size]:
+    """Write config.json and weights, a part of a tensor at a time. Return the weights' shapes."""
+    (folder / "config.json").write_text(json.dumps(dict(settings), indent=2) + "\n")
+    return write_weights(
+        folder, ((name, TensorParts(each.shape, each.dtype, each.parts(PART_BYTES))) for name, each in tensors)
+    )
 
 
 def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> Iterator[tuple[str, GrownTensor]]:
@@ -106,20 +126,22 @@ def expanded(origin: ModelOrigin, growth: Growth, seed: int, inserted: int) -> I
     givers |= {name: giver for name, giver in shared.items() if name not in givers}
     for name, giver in givers.items():
         small = origin.tensor(giver)
+        exact = small.to(torch.promote_types(small.dtype, torch.float32))
         for target, role, is_inserted in growth.targets(name):
-            yield target, GrownTensor(small, role, Draw(seed, target, inserted if is_inserted else KEPT))
+            draw = Draw(seed, target, inserted if is_inserted else KEPT)
+            yield target, GrownTensor(exact, role, draw, small.dtype)
 
 
 @torch.no_grad()
 def proof(
     small: Callable[[Tensor], Tensor], large: Callable[[Tensor], Tensor], texts: Sequence[tuple[Tensor, Tensor]], *,
-    has_loss: bool = True,
+    has_loss: bool = True, is_rounded: bool = False,
 ) -> tuple[int, float, tuple[float, float] | None]:  # fmt: skip
     """Compare the logits of tokens and targets: number of tokens, error and losses of `Expanded`.
 
-    has_loss: logits are those of words.
+    has_loss: logits are those of words. is_rounded: the large model's weights have been rounded to bf16 or fp16.
 
-    Raises UnfaithfulError if the error is above MOST_ERROR or no number.
+    Raises UnfaithfulError if the error is above MOST_ERROR, of a rounded one MOST_ROUNDED, or no number.
     """
     furthest = largest = num_tokens = 0.0
     losses = [0.0, 0.0]
@@ -131,9 +153,11 @@ def proof(
         for place, logits in enumerate((ours, theirs) if has_loss else ()):
             losses[place] += float(next_token_loss(logits, targets)) * tokens.numel()
     error = furthest / largest
-    if not error <= MOST_ERROR:
+    if not error <= (MOST_ROUNDED if is_rounded else MOST_ERROR):
+        limit = f"the limit is {MOST_ERROR:g}"
+        if is_rounded:
+            limit = f"rounded to the source's dtype; the limit is {MOST_ROUNDED:g}; nearest: a source saved in fp32"
         raise UnfaithfulError(
-            f"the larger model's logits differ by {error:.3g} of the largest one; the limit is {MOST_ERROR:g}; "
-            "the folder was deleted"
+            f"the larger model's logits differ by {error:.3g} of the largest one; {limit}; the folder was deleted"
         )
     return int(num_tokens), error, (losses[0] / num_tokens, losses[1] / num_tokens) if has_loss else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -52,11 +52,20 @@ class Role(Protocol):
 
 @dataclass(frozen=True)
 class GrownTensor:
-    """A tensor of the large model, of which some rows can be made alone. small: that of the small model."""
+    """A tensor of the large model, of which some rows can be made alone.
+
+    small: that of the small model, in fp32 or fp64. dtype: of the rows.
+    """
 
     small: Tensor
     role: Role
     draw: Draw
+    dtype: torch.dtype
+
+    @property
+    def unrounded(self) -> GrownTensor:
+        """The same tensor before it is rounded to `dtype`."""
+        return replace(self, dtype=self.small.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,7 +73,8 @@ class GrownTensor:
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start .. stop - 1."""
-        return self.role.expand(self.small, self.draw, slice(*slice(start, stop).indices(self.shape[0])))
+        rows = slice(*slice(start, stop).indices(self.shape[0]))
+        return self.role.expand(self.small, self.draw, rows).to(self.dtype)
 
     def parts(self, num_bytes: int) -> Iterator[Tensor]:
         """All rows in order, in parts of about `num_bytes` bytes."""

@@ -89,9 +89,9 @@ def cut_cross_entropy(
             it with probability max / eps, and multiplies it by eps / max, so that the expected gradient is exact. Words
             are then sorted by their mean logit, so that likely ones share tiles. None: all tiles count. With "drop",
             rare words hardly get a gradient.
-        group: ranks that each hold some rows of c and bias, in the order of the ranks; e and targets are the same on
-            all of them, and so is the loss. They exchange two or three messages of one or two numbers per token, and
-            the gradient of e.
+        group: ranks that each hold some rows of c and bias, or none, in the order of the ranks; e and targets are the
+            same on all of them, and so is the loss. They exchange two or three messages of one or two numbers per
+            token, and the gradient of e.
         data_group: ranks that have other tokens, and over which gradients are averaged. A mean then divides by the mean
             number of tokens that count over these ranks, so that its mean over them is that over all of their tokens,
             however unequal their numbers are. They exchange one number. None: a mean over this rank's tokens.
@@ -162,11 +162,14 @@ def _plain(
     if group is None:
         lse = logits.logsumexp(1)
         return lse - logits.gather(1, targets[:, None])[:, 0], lse
+    if not len(c):
+        # No rows here: the logit of a word that can't be has a maximum, and adds 0 to the sums.
+        logits = F.pad(logits, (0, 1), value=-torch.inf)
     peak, first, num_words = peak_of_ranks(logits.detach().amax(1), len(c), group)
     check_ids(targets, num_words)
     at, is_in = inside(targets - first, slice(0, len(c)))
     total, correct = SumOfRanks.apply(
-        torch.stack(((logits - peak[:, None]).exp().sum(1), (logits.gather(1, at) * is_in)[:, 0])), group
+        torch.stack(((logits - peak[:, None]).exp().sum(1), torch.where(is_in, logits.gather(1, at), 0)[:, 0])), group
     )
     lse = total.log() + peak
     return lse - correct, lse

@@ -72,7 +72,7 @@ class Tiles(torch.autograd.Function):
         e, c = _cast(given_e, given_c, tiling)
         wants_e, wants_c, wants_bias, *_ = ctx.needs_input_grad
         of_loss, of_lse = grads
-        if order is not None:
+        if order is not None and len(c):
             place = torch.empty_like(order)
             place[order] = torch.arange(len(order), device=order.device)
             is_here = (targets >= 0) & (targets < len(c))
@@ -138,7 +138,8 @@ def _log_sums(e: Tensor, c: Tensor, bias: Tensor | None, tiling: Tiling) -> tupl
 def _correct(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, tiling: Tiling) -> Tensor:
     """The logit of each target [N]; 0 if another rank has its row."""
     found = torch.zeros(len(e), dtype=wide(e.dtype), device=e.device)
-    for rows in blocks(len(e), tiling.tokens):
+    # A rank may have no rows at all.
+    for rows in blocks(len(e), tiling.tokens) if len(c) else ():
         at, is_in = inside(targets[rows], slice(0, len(c)))
         at = at[:, 0]
         logits = (e[rows].to(found.dtype) * c[at].to(found.dtype)).sum(1)

@@ -376,9 +376,14 @@ def test_what_has_no_lossless_model_is_refused(kind: str, sizes: dict[str, int],
         Growth.of(settings, **{"hidden_size": None, "layers": None} | sizes)
 
 
-def test_wrong_flags_are_named() -> None:
+def test_wrong_flags_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"(?s)2 problems.*--to DIR is missing.*--layers 0: must be at least 1"
     ) as caught:
         cli.run(["expand", "runs/small", "--layers", "0"])
     assert caught.value.exit_code == 2
+    with pytest.raises(ConfigError, match="nothing would grow: no size is stated; nearest: --hidden-size N or"):
+        cli.run(["expand", "runs/small", "--to", str(tmp_path / "large")])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"holds no run; nearest: hf:{tmp_path}$"):
+        cli.run(["expand", str(tmp_path), "--to", str(tmp_path / "large"), "--layers", "3"])

@@ -83,7 +83,8 @@ def open_run(path: str) -> SavedRun:
 def _load(path: str, *, is_whole: bool) -> SavedRun:
     run_dir, problems = RunDir(path), Problems()
     if not run_dir.config().is_file():
-        raise ConfigError(f"{path} holds no run{nearest_run(Path(path))}")
+        is_exported = (Path(path) / "config.json").is_file()
+        raise ConfigError(f"{path} holds no run{f'; nearest: hf:{path}' if is_exported else nearest_run(Path(path))}")
     config = read_toml(run_dir.config(), problems)
     problems.raise_any()
     tokenizer = load_tokenizer(config.tokenizer)

@@ -49,7 +49,10 @@ def read(args: Sequence[str]) -> ExpandConfig:
     stated = expand_line().read(args, problems)[""]
     if not stated.get("to"):
         problems.messages.append("--to DIR is missing: the folder to write")
-    for name in ("hidden_size", "layers", "intermediate_size", "sequences"):
+    sizes = "hidden_size", "layers", "intermediate_size"
+    if not stated.keys() & set(sizes):
+        problems.messages.append("nothing would grow: no size is stated; nearest: --hidden-size N or --layers N")
+    for name in (*sizes, "sequences"):
         if stated.get(name, 1) < 1:
             problems.messages.append(f"--{name.replace('_', '-')} {stated[name]}: must be at least 1; nearest: 1")
     if not 0 <= stated.get("seed", 0) < 1 << 63:

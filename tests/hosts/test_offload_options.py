@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -192,3 +194,19 @@ def test_no_store_is_refused_by_the_options_that_need_one() -> None:
     needing = "--residency.weights disk and --residency.optimizer auto and --residency.durable true; nearest: a folder"
     with pytest.raises(ConfigError, match=f"--store none: .* needs one: {needing}"):
         residency_of(TrainConfig(store="none", tables={"residency": table}))
+
+
+def test_torch_asks_for_huge_pages_under_a_budget() -> None:
+    """It reads once whether it should, at its first tensor: no import of a run's may make one."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        pytest.skip("this kernel has no huge pages")
+    code = """
+import thinwire.cli, thinwire.launch.preload, thinwire.launch.line, torch
+from thinwire.hosts.offload.room import give_pages_back
+give_pages_back()
+kept = torch.ones(1 << 23)
+print(any(" hg " in f"{line.rstrip()} " for line in open("/proc/self/smaps") if line.startswith("VmFlags")))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

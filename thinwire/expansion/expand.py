@@ -84,9 +84,15 @@ def expand(
     origin = open_origin(source)
     growth = Growth.of(origin.settings, hidden_size, layers, intermediate_size)
     with new_folder(Path(to)) as folder:
-        tensors = partial(expanded, origin, growth, seed, INSERTED[inserted])
-        shapes = write_model(folder, growth.large, tensors())
-        is_rounded = any(tensor.dtype != tensor.small.dtype for _, tensor in tensors())
+        tensors, rounds = partial(expanded, origin, growth, seed, INSERTED[inserted]), list[bool]()
+
+        def written() -> Iterator[tuple[str, GrownTensor]]:
+            for name, tensor in tensors():
+                rounds.append(tensor.dtype != tensor.small.dtype)
+                yield name, tensor
+
+        shapes = write_model(folder, growth.large, written())
+        is_rounded = any(rounds)
         origin.write_tokenizer(folder)
         small = origin.model()
         num_parameters = sum(shape.numel() for shape in shapes.values())

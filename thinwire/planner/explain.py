@@ -146,7 +146,7 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     resident: Resident | None = None
     if options is not None and config.memory is not None and laid is not None and len(plans) == len(names):
         with problems.collect():
-            resident = where_all_lies(config, names, strategy_of, laid.model)
+            resident = where_all_lies(config, options, names, strategy_of, laid.model)
     problems.raise_any()
     assert laid is not None
     if searched_all:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +75,13 @@ def stated_options(config: ExplainConfig) -> dict[str, Any]:
 
 
 def where_all_lies(
-    config: ExplainConfig, names: Sequence[str], strategy_of: Callable[[str, ExplainConfig], Method], model: nn.Module
-) -> Resident:
-    """The parts of the one stated strategy. Raises ConfigError for several, and for a budget that is too small."""
-    options = stated_options(config)
+    config: ExplainConfig, options: Mapping[str, Any], names: Sequence[str],
+    strategy_of: Callable[[str, ExplainConfig], Method], model: nn.Module,
+) -> Resident:  # fmt: skip
+    """The parts of the one stated strategy. Raises ConfigError for several, and for a budget that is too small.
+
+    options: the stated ones.
+    """
     residency = made_residency(completed(options), config.tables)
     if options.get("store") == NO_STORE:
         check_no_store(residency, completed(options))

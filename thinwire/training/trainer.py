@@ -161,8 +161,9 @@ class Trainer:
         sample = self._sample() if not stopped and self.engine.writes_sample else ""
         sent_bytes = self.optimizer.meter.snapshot().sent_bytes
         self.engine.close()
-        if self.optimizer.journal is not None and not unsaved:
-            self.optimizer.journal.delete()
+        if self.optimizer.journal is not None:
+            if not unsaved:
+                self.optimizer.journal.delete()
             # What other ranks delete themselves is not freed for them.
             max_over_ranks(0)
         if self.place.local_rank == 0 and not unsaved:

@@ -14,7 +14,7 @@ import pytest
 
 from thinwire import cli
 from thinwire.compare import Figures, RaceConfig, RaceRow
-from thinwire.compare.checks import WARM_UP_STEPS, range_errors, read_race, rounds_of
+from thinwire.compare.checks import DEFAULT_STEPS, WARM_UP_STEPS, range_errors, read_race, rounds_of
 from thinwire.compare.contestants import Contestant, read_contestants
 from thinwire.compare.leg import StopWish
 from thinwire.compare.measure import (
@@ -263,6 +263,16 @@ def test_the_part_behind_the_dashes_is_for_the_training(tmp_path: Path) -> None:
     race, train = read_race(args, problems)
     assert race == RaceConfig(rounds=2, bound=False) and not problems.messages
     assert (train.steps, train.model, train.lr) == (40, "tiny", 0.1)
+
+
+def test_a_race_takes_its_own_number_of_steps_unless_the_training_states_one(tmp_path: Path) -> None:
+    (tmp_path / "race.toml").write_text("model = 'tiny'\n")
+    train = TrainConfig(steps=DEFAULT_STEPS)
+    assert read_race(["--rounds", "2"], Problems())[1] == train
+    assert read_race(["--", "--lr", "0.1"], Problems())[1] == replace(train, lr=0.1)
+    assert read_race([str(tmp_path / "race.toml")], Problems())[1].steps == TrainConfig().steps
+    said = {row[0]: row[1] for row in rows_of(RaceConfig(), train, train, [])}
+    assert said["--steps"] == str(DEFAULT_STEPS)
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(3, 1), (8, 2), (9, 3), (100, 3)])

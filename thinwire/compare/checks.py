@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from thinwire.compare.options import RaceConfig, command_line, of_other_place
 from thinwire.errors import ConfigError, Problems, near_folder, unusable_folder
 from thinwire.flags import is_plain
-from thinwire.launch.line import read_config
+from thinwire.launch.line import command_line as of_training, configured
 from thinwire.run.config import TrainConfig, number_errors
+
+# Each contestant takes all of them, and losses are well apart after a fifth of a training's 1,000.
+DEFAULT_STEPS = 200
 
 # Steps after each start that are not timed, while caches fill, buffers are made and connections open.
 WARM_UP_STEPS = 2
@@ -27,7 +31,8 @@ PLAIN = ("timeout", "out", "bound", "resume", "overwrite")
 def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, TrainConfig]:
     """Read the race and the training from the command line. Notes all errors.
 
-    Raises ConfigError for a CONFIG.toml that can't be read; SystemExit after --help.
+    Without CONFIG.toml and --steps, the training takes DEFAULT_STEPS. Raises ConfigError for a CONFIG.toml that can't
+    be read; SystemExit after --help.
     """
     own, train_args = list(args), []
     if "--" in own:
@@ -40,7 +45,10 @@ def read_race(args: Sequence[str], problems: Problems) -> tuple[RaceConfig, Trai
         problems.messages += [*number_errors(race), *folder_errors(race)]
         problems.raise_any()
     config_file = stated.pop("config_file", None)
-    return RaceConfig(**stated), read_config([*filter(None, [config_file]), *train_args], problems)
+    of_train = of_training().read([*filter(None, [config_file]), *train_args], problems)
+    has_length = bool({"config_file", "steps", "minutes"} & of_train[""].keys())
+    train = configured(of_train, problems)
+    return RaceConfig(**stated), train if has_length else replace(train, steps=DEFAULT_STEPS)
 
 
 def read_seeds(text: str | None, default: int) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from thinwire.launch.line import command_line as of_training
 class RaceConfig:
     """Race strategies in the same emulated slow network: same seeds, same tokens, in turns.
 
-    CONFIG.toml is that of `thinwire train`, whose flags may follow after `--`.
+    CONFIG.toml is that of `thinwire train`, whose flags may follow after `--`. Without CONFIG.toml, each contestant
+    takes 200 steps; `-- --steps N` states another number.
     """
 
     strategies: str = "ddp,ddp-bf16,fsdp-bf16,powersgd-torch,powersgd,zero,sdp4bit"

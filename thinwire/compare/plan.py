@@ -11,6 +11,7 @@ from typing import Any
 
 from thinwire.compare.checks import (
     DEFAULT_ROUNDS,
+    DEFAULT_STEPS,
     DEFAULT_TIMED_STEPS,
     TIMED_EXCHANGES,
     WARM_UP_STEPS,
@@ -211,6 +212,8 @@ def rows_of(race: RaceConfig, asked: TrainConfig, train: TrainConfig, contestant
     strategy = next((contestant.strategy for contestant in contestants if contestant.strategy), "zero")
     unused = {name: table for name, table in train.tables.items() if name not in used}
     yield from unused_rows(Run.of(replace(train, strategy=strategy, optimizer=None, tables=unused)))
+    if train.steps == DEFAULT_STEPS:
+        yield "--steps", str(DEFAULT_STEPS), "the default of a race, for each contestant; another number: -- --steps N"
     num_rounds = rounds_of(race, train.steps)
     if race.rounds is None and num_rounds < DEFAULT_ROUNDS:
         why = f"{train.steps} steps allow no more: {WARM_UP_STEPS} steps of each round are its warm-up"

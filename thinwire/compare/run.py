@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from thinwire.compare.checks import WARM_UP_STEPS
+from thinwire.compare.checks import DEFAULT_STEPS, WARM_UP_STEPS
 from thinwire.compare.commands import Files, alone_command, alone_dirs, contestant_command, environment, num_alone_steps
 from thinwire.compare.contestants import COMPUTE, Contestant
 from thinwire.compare.leg import LegStart, StopWish, read_summary, run_leg
@@ -48,7 +48,7 @@ def race(
         problems: errors found so far, to be raised with those found here.
         contestants: those that race, in place of those that the configuration names.
     """
-    train = train or TrainConfig()
+    train = train or TrainConfig(steps=DEFAULT_STEPS)
     if config.resume and train.dtype == "auto":
         train = replace(train, dtype=recorded_dtype(Path(config.out)))
     plan = make_plan(config, train, problems or Problems(), contestants)

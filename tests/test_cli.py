@@ -68,7 +68,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--lr=fast"], "--lr fast: must be a number, such as 0.0003"),
         (["--dtype", "bf61"], "--dtype bf61: must be one of auto, bf16, fp32; did you mean 'bf16'"),
         (["--dtype", "half"], "--dtype half: must be one of auto, bf16, fp32$"),
-        (["--powersgd.rank", "4.5"], "--powersgd.rank 4.5: must be a whole number"),
+        (["--powersgd.rank", "4.5"], "--powersgd.rank 4.5: must be a whole number; nearest: 5$"),
         (["--seed"], "--seed: needs a value, a whole number, such as"),
         (["--seed", "one", "--sed", "1"], "(?s)2 problems.*--sed; did you mean '--seed'.*--seed one: must be"),
         (["one.toml", "two.toml"], r"(?s)2 problems.*unexpected 'two.toml'.*one.toml does not exist"),
@@ -194,7 +194,7 @@ def test_a_change_that_a_resumed_run_can_not_make(tmp_path: Path, text: Path) ->
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["compare", "--rounds", "2.5"], "--rounds 2.5: must be a whole number$"),
+        (["compare", "--rounds", "2.5"], "--rounds 2.5: must be a whole number; nearest: 3$"),
         (["explain", "--nodes", "two"], "--nodes two: must be a whole number, such as 2"),
         (["lab", "--nodes", "two", "--", "true"], "--nodes two: must be a whole number, such as 4"),
         (["export", "run", "folder", "--to", "hg"], "--to hg: must be hf"),

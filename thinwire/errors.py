@@ -158,6 +158,22 @@ def type_name(hint: Any) -> str:
     return types.get(hint) or f"a {hint.__name__}"
 
 
+def type_rule(value: Any, hint: Any, otherwise: str = "") -> str:
+    """End of an error message about a value of another type: the rule, and the nearest whole number where one is asked.
+
+    value: as given, or its text. otherwise: what follows the rule where the value has no nearest one.
+    """
+    rule = f"must be {type_name(hint)}"
+    if isinstance(value, bool) or int not in (hint, *get_args(hint)):
+        return rule + otherwise
+    try:
+        number = float(value)
+        close = math.floor(number + 0.5) if number <= 0 else max(math.floor(number + 0.5), 1)
+    except (TypeError, ValueError, OverflowError):
+        return rule + otherwise
+    return f"{rule}; nearest: {close}"
+
+
 def check_types(options: Any) -> None:
     """Raise ConfigError for the first field of a dataclass whose value does not have the declared type.
 
@@ -168,7 +184,7 @@ def check_types(options: Any) -> None:
         value = getattr(options, item.name)
         if not fits(value, hints[item.name]):
             what = f"{item.name} {value!r} of {type(options).__name__}"
-            raise ConfigError(f"{what}: must be {type_name(hints[item.name])}")
+            raise ConfigError(f"{what}: {type_rule(value, hints[item.name])}")
 
 
 # Evaluating the text of annotations costs more than a small codec.

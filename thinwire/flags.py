@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from thinwire.errors import Problems, nearest, similar, type_name
+from thinwire.errors import Problems, nearest, similar, type_name, type_rule
 
 # The value of a flag that was not stated.
 UNSET: Any = ...
@@ -361,7 +361,7 @@ def is_plain(stated: Stated, names: Collection[str]) -> bool:
 
 def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) -> PrimitiveConstructorSpec:
     """How tyro reads the option, except that an unreadable value becomes a message. is_lenient: see `_parse`."""
-    own, kind = option.spec, type_name(option.hint)
+    own = option.spec
     takes_one = own.nargs == 1
     such_as = "" if option.default in (MISSING, None, ()) else f", such as {_written(option.default)}"
     takes_numbers = option.hint == tuple[int, ...]
@@ -369,7 +369,7 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
 
     def read(words: list[str]) -> Any:
         if takes_one and not words:
-            wrong.append(f"{name}: needs a value, {kind}{such_as}")
+            wrong.append(f"{name}: needs a value, {type_name(option.hint)}{such_as}")
             return UNSET
         words = words[:1] if takes_one else words
         # Commas between numbers mean what spaces do.
@@ -385,7 +385,7 @@ def _noting(option: Option, name: str, wrong: list[str], *, is_lenient: bool) ->
         close = similar(words[0], map(str, get_args(option.hint))) if is_choice else such_as
         if option.hint in (float, float | None) and (short := re.fullmatch(r"([\d.]+)([kmbt])", words[0].lower())):
             close = f"; nearest: {short[1]}e{3 * 'kmbt'.index(short[2]) + 3}"
-        wrong.append(f"{name} {' '.join(words)}: must be {kind}{close}")
+        wrong.append(f"{name} {' '.join(words)}: {type_rule(' '.join(words), option.hint, close)}")
         return UNSET
 
     return replace(own, instance_from_str=read, choices=None, nargs="*" if is_lenient else own.nargs)

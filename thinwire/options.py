@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from thinwire.errors import ConfigError, Problems, nearest, type_name
+from thinwire.errors import ConfigError, Problems, nearest, type_rule
 from thinwire.flags import options_of
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method, PlannedByRun
@@ -193,7 +193,7 @@ def checked_values(
         if key not in hints:
             problems.messages.append(f"{note}unknown key {raw!r}{nearest(key, [*hints, *others])}")
         elif not fits(value, hints[key]):
-            problems.messages.append(f"{note}{raw} = {value!r}: must be {type_name(hints[key])}")
+            problems.messages.append(f"{note}{raw} = {value!r}: {type_rule(value, hints[key])}")
         else:
             good[key] = tuple(value) if isinstance(value, list) else value
     return good

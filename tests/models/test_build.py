@@ -112,7 +112,10 @@ def test_a_missing_folder_suggests_model_folders_alone(folder: Path) -> None:
     (folder / "gpt2/config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no such folder; did you mean 'gpt2'\?$"):
         hf(folder / "gpt4")
-    with pytest.raises(ConfigError, match=r"hf:/nonexistent-qqq: no such folder$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"hf:/nonexistent-qqq: no such folder; give a folder with config.json and its weights, or a preset$",
+    ):
         hf(Path("/nonexistent-qqq"))
 
 

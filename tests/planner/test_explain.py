@@ -245,6 +245,8 @@ def test_all_mistakes_are_reported_at_once() -> None:
         (["--parameters", "1.5"], "--parameters 1.5: must be a whole number; nearest: 2"),
         (["--parameters", "7b"], "--parameters 7b: must be a number; nearest: 7e9"),
         (["--parameters", "0.5"], "--parameters 0.5: must be from 1 to 1,000,000,000,000,000; nearest: 1"),
+        (["--model", "tiny", "--mesh", "data=3"], "--mesh data=3 has 3 ranks.*nearest: --nodes 3 --local-size 1"),
+        (["--model", "tiny", "--slices", "1.5"], "^--slices 1.5: must be a whole number; nearest: 2$"),
         (["--memory", "1gb", "--model", "tiny", "--slices", "0"], "^--slices 0: must be at least 1; nearest: 1"),
         (["--memory", "1gb", "--model", "tiny", "--residency.slices", "0"], "^--residency.slices 0: must be"),
         (

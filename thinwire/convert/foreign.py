@@ -17,7 +17,7 @@ from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.mixture import in_files
 from thinwire.convert.options import ImportConfig
 from thinwire.convert.tokenizer import copy_beside
-from thinwire.errors import ConfigError, Problems, first_few, nearest
+from thinwire.errors import ConfigError, Problems, first_few, nearest, similar
 from thinwire.models.hf import refuse_pickles, skeleton_hf
 
 CONFIG = "config.json"
@@ -42,7 +42,8 @@ def import_checkpoint(config: ImportConfig) -> Imported:
     """
     source = Path(config.source)
     if not source.is_dir():
-        raise ConfigError(f"{source}: no such folder")
+        close = similar(source.name, [path.name for path in source.parent.glob("*/")])
+        raise ConfigError(f"{source}: no such folder{close or '; give the folder that holds the checkpoint'}")
     if config.format == "hf" or not any(known.fits(source) for known in FORMATS.values()):
         refuse_pickles(source)
     problems = Problems()

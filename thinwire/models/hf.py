@@ -237,7 +237,12 @@ def look_into(path: Path) -> bool:
     """Whether the folder holds weights. ConfigError if it is not a model folder, or has weights only as pickles."""
     if not path.is_dir():
         siblings = [file.parent.name for file in path.parent.glob("*/config.json")]
-        raise ConfigError(f"model hf:{path}: no such folder{nearest(path.name, siblings) if siblings else ''}")
+        close = (
+            nearest(path.name, siblings)
+            if siblings
+            else "; give a folder with config.json and its weights, or a preset"
+        )
+        raise ConfigError(f"model hf:{path}: no such folder{close}")
     if not (path / "config.json").is_file():
         raise ConfigError(f"model hf:{path}: the folder has no config.json")
     refuse_pickles(path)

@@ -84,7 +84,7 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
     if shape.world_size != num_ranks:
         raise ConfigError(
             f"--mesh {config.mesh} has {shape.world_size} ranks, and {config.nodes} nodes of {config.local_size} have "
-            f"{num_ranks}: the two must be equal"
+            f"{num_ranks}: the two must be equal; nearest: --nodes {shape.world_size} --local-size 1, or other axes"
         )
     return shape
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.errors import ConfigError, nearest, type_name
+from thinwire.errors import ConfigError, nearest, type_rule
 from thinwire.layout.layers import layers_of
 from thinwire.layout.mesh import MeshShape
 from thinwire.methods.interface import Method
@@ -41,7 +41,7 @@ def read_optimizer(text: str, fitting: Iterable[str] = OPTIMIZERS) -> tuple[str,
         if key not in known:
             wrong.append(f"{note}{name} has no option {key!r}{nearest(key, known)}")
         elif not fits(value, known[key]):
-            wrong.append(f"{note}{key} = {value!r}: must be {type_name(known[key])}")
+            wrong.append(f"{note}{key} = {value!r}: {type_rule(value, known[key])}")
     if wrong:
         raise ConfigError(*wrong)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}

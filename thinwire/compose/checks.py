@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError, Problems
 from thinwire.hosts.arguments import check_instance
 from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.offload.hollow import is_hollow
-from thinwire.hosts.sequence.seams import attention_of
+from thinwire.hosts.sequence.seams import attention_of, is_hugging_face
 from thinwire.hosts.tensor import misfits
 from thinwire.layout.mesh import AXES, check_axis, check_beside
 from thinwire.methods.experts import ExpertParallel, check_data_method
@@ -132,6 +132,11 @@ def sequence_problems(
     problems = Problems(axis_problems("sequence", options, mesh, f"{shape_of(mesh)},sequence={ranks}"))
     if "sequence" not in sizes:
         return problems.messages
+    if is_hugging_face(model):
+        problems.messages.append(
+            f"{type(model).__name__} on a sequence axis: the model is called as model(tokens, targets); nearest: "
+            "HFCausalLM(model, max_seq_len) of thinwire.models.hf, or thinwire.sequence_parallel in a loop of your own"
+        )
     with problems.collect():
         asked = replace((*options, SequenceParallel())[0], parallel=sizes["sequence"])
         # How the ranks lie on nodes is found later; only stated methods depend on it.

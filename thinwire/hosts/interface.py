@@ -109,7 +109,15 @@ class ParallelOptimizer:
         """
 
     def note_loss(self, loss: float) -> None:
-        """Record this rank's loss. After the step, `mean_loss` is the mean over ranks, without a message of its own."""
+        """Record this rank's loss. After the step, `mean_loss` is the mean over ranks, without a message of its own.
+
+        Raises RuntimeError after `clip_grad_norm_` or `reduce` of the step, which send it.
+        """
+        if self._grad_norm is not None:
+            raise RuntimeError(
+                "note_loss after clip_grad_norm_ or reduce: these send the loss, which would be taken for that of the "
+                "next step; call note_loss before them"
+            )
         self._loss = loss
 
     def request_stop(self) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives import Communicator, Meter, Topology
+from thinwire.errors import ConfigError
 from thinwire.hosts.stages import StageAxis
 from thinwire.hosts.tensor import TensorAxis
 from thinwire.state.agreement import Agreed, StepStatus, word_bytes
+from thinwire.state.replicas import SPREAD
+from thinwire.table import Row
 
 
 class Parts(Protocol):
@@ -36,6 +40,58 @@ class Parts(Protocol):
     def gather_bytes(self, names: Collection[str]) -> int:
         """Bytes that a rank sends to gather these parameters."""
         ...
+
+
+class Spread(Parts, Protocol):
+    """Ranks over which the experts of a model are spread, without a mesh; see `expert_parallel`.
+
+    comm: over the ranks that share the experts. everyone: over all that train the model. replicas: global ranks with
+    the same experts as this one.
+    """
+
+    comm: Communicator
+    everyone: Communicator
+    replicas: list[int]
+
+    def whole(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """A context in which all experts, or those of a part of the model, are whole on this rank."""
+        ...
+
+    def follow(self, optimizer: Any) -> None:
+        """Let options that depend on a step have their effect."""
+        ...
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        ...
+
+
+GroupFor = Callable[[str, Tensor], Any]
+
+
+def spread_over(model: nn.Module) -> Spread | None:
+    """The ranks over which a model's experts are spread; None: they are whole on this one."""
+    found = (vars(module).get(SPREAD) for module in model.modules())
+    return next((ranks for ranks in found if ranks is not None), None)
+
+
+def with_spread(model: nn.Module, spread: Spread, group_for: GroupFor | None) -> GroupFor:
+    """`group_for`, by default with the replicas of the experts. Raises ConfigError if it leaves out some of them."""
+    experts = {at: module for at, module in model.named_modules() if SPREAD in vars(module)}
+    tensors = {
+        name: tensor
+        for at, module in experts.items()
+        for name, tensor in (*module.named_parameters(at), *module.named_buffers(at))
+    }
+    if group_for is None:
+        return lambda name, tensor: spread.replicas if name in tensors else None
+    for name, tensor in tensors.items():
+        if group_for(name, tensor) is None:
+            raise ConfigError(
+                f"group_for: gives no group for {name!r}, of which ranks have other experts each; nearest: leave "
+                "group_for out"
+            )
+    return group_for
 
 
 @dataclass(frozen=True)
@@ -105,13 +161,15 @@ def open_ranks(
     timeout_s: float,
     checked: bool,
     group: dist.ProcessGroup | DeviceMesh | None = None,
+    meter: Meter | None = None,
 ) -> Ranks:
     """Communicators for an axis of a mesh or, without a mesh, for `group`, by default all ranks. A collective.
 
-    local_size: ranks per node, counting all ranks of the mesh. Both communicators use one meter.
+    local_size: ranks per node, counting all ranks of the mesh. meter: without a mesh, what counts the messages; None: a
+    new one. Both communicators use one meter.
     """
     if axis is None:
-        comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+        comm = Communicator(group, local_size=local_size, timeout_s=timeout_s, checked=checked, meter=meter)
         return Ranks(comm, comm)
     everyone = Communicator(axis.whole, local_size=local_size, timeout_s=timeout_s, checked=checked, meter=axis.meter)
     if axis.whole is axis.group:

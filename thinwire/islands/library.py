@@ -22,7 +22,7 @@ from thinwire.islands.loop import OuterLoop
 from thinwire.islands.traffic import LoopTraffic
 from thinwire.methods.front import around
 from thinwire.methods.outer.base import IslandsMethod
-from thinwire.state.replicas import fitting_parameters
+from thinwire.state.replicas import fitting_parameters, refuse_spread
 from thinwire.state.whole import whole, write_whole
 from thinwire.table import Row, announce as announce_table
 
@@ -102,6 +102,7 @@ class Islands:
                 f"ascent {method.ascent:g} takes two backwards a step, and your own loop takes one: take "
                 "thinwire.parallelize, whose stage.forward_backward takes both, or leave ascent out"
             )
+        refuse_spread(model)
         self.method = method
         comm = Communicator(within, timeout_s=timeout_s, checked=checked) if within is not None else None
         host: Host = optimizer if isinstance(optimizer, ShardedHost) else TorchWeights(model, optimizer, comm)

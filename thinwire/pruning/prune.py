@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from thinwire.codecs.random import named_seed, uniform
 from thinwire.errors import ConfigError
-from thinwire.hosts.experts import ExpertRanks
-from thinwire.hosts.experts.parallel import spread_over
+from thinwire.hosts.ranks import Spread, spread_over
 from thinwire.pruning.curvature import gradients, in_groups, operate
 from thinwire.pruning.masks import check, check_width, mask_of, scores
 
@@ -140,7 +139,7 @@ def check_targets(layers: list[tuple[str, nn.Module]], pattern: str, shapes: Map
                 check_width(target.name, shape[-2 if target.is_transposed else -1], pattern)
 
 
-def check_equally_many(ranks: ExpertRanks, num_batches: int) -> None:
+def check_equally_many(ranks: Spread, num_batches: int) -> None:
     """Raise ConfigError, on all ranks that share experts, for unequal numbers of batches. A collective."""
     every = ranks.comm.wait(ranks.comm.all_gather_exact(torch.tensor([num_batches]))).flatten().tolist()
     if len(set(every)) > 1:

@@ -148,8 +148,22 @@ def in_order(named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return named
 
 
+# The attribute of a module of experts that names the ranks over which they are spread; set by `expert_parallel`.
+SPREAD = "spread_over"
+
+
+def refuse_spread(model: nn.Module) -> None:
+    """Raise ConfigError for experts that lie on several ranks, for what would average them with other experts."""
+    if any(SPREAD in vars(module) for module in model.modules()):
+        raise ConfigError(
+            "the experts lie on several ranks, and here each would be averaged with other experts; nearest: "
+            "thinwire.zero, or thinwire.parallelize with an axis of islands"
+        )
+
+
 def fitting_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The model's trainable parameters by name. Raises ConfigError if they do not match the optimizer's."""
+    refuse_spread(model)
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     missing = [name for name, param in named.items() if id(param) not in held]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import thinwire
@@ -17,6 +18,7 @@ from tests.workers import run_workers
 from thinwire.errors import ConfigError
 from thinwire.hosts.sequence.parallel import IGNORED
 from thinwire.hosts.sequence.probe import check_sharing
+from thinwire.models.hf import HFCausalLM
 from thinwire.models.llama import Llama, LlamaConfig
 
 STEPS, BATCH, LENGTH = 20, 2, 30
@@ -242,6 +244,7 @@ def test_steps_are_those_of_one_process_with_very_unequal_tokens() -> None:
 
 def as_pairs(rank: int, world_size: int) -> list[Any]:
     refuse_dropout()
+    on_a_mesh()
     return [hugging_face(way) for way in ("ulysses", "ring")] + [hugging_face("ring", **LATENT)]
 
 
@@ -264,6 +267,25 @@ def refuse_dropout() -> None:
     with pytest.raises(ConfigError, match="and no dropout"):
         model.train()(input_ids=part, use_cache=False)
     seq.close()
+
+
+def on_a_mesh() -> None:
+    """A model of transformers needs the calls of a preset, and in training needs targets."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SIZES))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "sequence"))
+    methods = [thinwire.Zero(), thinwire.SequenceParallel(2)]
+    adamw = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM on a sequence axis: .*nearest: HFCausalLM"):
+        thinwire.parallelize(model, adamw, mesh, methods, announce=False)
+    stage = thinwire.parallelize(HFCausalLM(model, LENGTH), adamw, mesh, methods, announce=False)
+    tokens, targets = batch_of(1, 0)
+    with pytest.raises(ConfigError, match=r"nearest: model\(tokens, targets\)"):
+        stage.module(tokens)
+    assert stage.module(tokens, targets).requires_grad
+    with torch.no_grad():
+        assert stage.module(tokens).shape == (*tokens.shape, 64)
+    stage.close()
 
 
 def test_dropout_in_the_attention_of_a_preset_is_refused() -> None:

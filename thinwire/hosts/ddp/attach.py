@@ -23,7 +23,7 @@ from thinwire.methods.ddp import DDPMethod
 from thinwire.state.clipping import clip_factor
 from thinwire.state.given import optimizer_options, same_on_all_ranks
 from thinwire.state.memory import Place
-from thinwire.state.replicas import arithmetic_rows, check_layout, check_updates, unwrapped
+from thinwire.state.replicas import arithmetic_rows, check_layout, check_updates, refuse_spread, unwrapped
 from thinwire.table import Row, announce as announce_table, sent_row
 
 log = logging.getLogger("thinwire")
@@ -82,6 +82,7 @@ def compress_ddp(
         )
     optimizer = unwrapped(optimizer)
     with same_on_all_ranks(model.process_group, timeout_s) as given:
+        refuse_spread(model)
         _check_model(model, method)
         if optimizer is not None:
             check_updates(optimizer, list(model.module.parameters()), "DistributedDataParallel")

@@ -38,11 +38,9 @@ from thinwire.models.row_hooks import row_hooks
 from thinwire.models.seam import experts_of, module_of
 from thinwire.optim.dion import FACTOR
 from thinwire.state.portable import OPTIMIZER
-from thinwire.state.replicas import equal_bits
+from thinwire.state.replicas import SPREAD, equal_bits
 from thinwire.table import Row
 
-# The attribute of a module of experts that names the ranks over which they are spread.
-SPREAD = "spread_over"
 RELEASED = "bytes of gradients in each layer's backward, while experts compute; the rest at its end"
 
 
@@ -365,7 +363,8 @@ def expert_parallel(
         seed: of the codecs' randomness.
         timeout_s, checked, meter: see Communicator.
 
-    Call it before you make the optimizer, then give `group_for` to `thinwire.zero`. Raises ConfigError that lists
+    Call it before you make the optimizer, and before `thinwire.zero`, which finds the replicas. Raises ConfigError that
+    lists
     everything that does not fit, for a number of ranks that does not divide the group's, and for a model without such
     experts.
     Source: Lepikhin et al., "GShard" (2020); slices: Hwang et al., "Tutel" (MLSys 2023), section 3.1.
@@ -405,9 +404,3 @@ def tensors_of(experts: nn.Module) -> dict[str, Tensor]:
     """What ranks have their part of: parameters, and the places of the kept values of pruned experts in their rows."""
     kept = {f"{at}.places": each.places for at, each in experts.named_modules() if isinstance(each, KeptValues)}
     return {**dict(experts.named_parameters()), **kept}
-
-
-def spread_over(model: nn.Module) -> ExpertRanks | None:
-    """The ranks over which a model's experts are spread; None: they are whole on this one."""
-    found = (vars(module).get(SPREAD) for module in model.modules())
-    return next((ranks for ranks in found if ranks is not None), None)

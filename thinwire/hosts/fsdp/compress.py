@@ -35,6 +35,7 @@ from thinwire.state.replicas import (
     check_state,
     check_updates,
     digest,
+    refuse_spread,
     short_digest,
     unwrapped,
     updates_any,
@@ -84,6 +85,7 @@ def compress_fsdp(
         dead_steps=dead_steps, seed=seed, timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
     method = _checked(method)
+    refuse_spread(model)
     groups = groups_of(model)
     ranks, dog, optimizer = mesh_ranks(groups), Watchdog(dead_steps), unwrapped(optimizer)
     with same_on_all_ranks(ranks, timeout_s) as given:

@@ -141,8 +141,8 @@ class SequenceRanks:
     def forward_of(self, model: nn.Module) -> Callable[..., Tensor]:
         """The forward of a causal language model, called with whole sequences: model(tokens, targets, documents).
 
-        Targets and documents are optional, see `split`. It returns the logits of the whole sequences, without
-        gradients, or `mean_loss_of_sequences`.
+        Documents are optional, see `split`. It returns `mean_loss_of_sequences`; without targets the logits of the
+        whole sequences, which have no gradients. Raises ConfigError without targets in training.
         """
         own, longest = model.forward, getattr(model, "max_seq_len", None)
         balanced: Callable[[Tensor], Tensor] | None = getattr(model, "balanced", None)
@@ -155,6 +155,11 @@ class SequenceRanks:
         def forward(tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
             if longest is not None and tokens.shape[1] > longest:
                 raise ConfigError(f"sequence of {tokens.shape[1]} tokens: the model holds at most {longest}")
+            if targets is None and model.training and torch.is_grad_enabled():
+                raise ConfigError(
+                    "a model on a sequence axis gives the loss of whole sequences in training, and logits without "
+                    "gradients: nearest: model(tokens, targets); for logits alone, model.eval() or torch.no_grad()"
+                )
             part, aims = self.split(tokens, targets, documents)
             if targets is not None and getattr(model, "gives_loss", False):
                 num = (aims != IGNORED).sum()

@@ -22,7 +22,7 @@ from thinwire.device import name_of
 from thinwire.errors import ConfigError
 from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
-from thinwire.hosts.ranks import Axis, along, open_ranks
+from thinwire.hosts.ranks import Axis, along, open_ranks, spread_over, with_spread
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.hosts.sums import across_of
 from thinwire.layout.buckets import Unit
@@ -77,7 +77,8 @@ def zero(
         axis: from `parallelize`, in place of a group.
         group_for: (name, parameter or buffer) -> another group inside `group`, or global ranks, for some of them such
             as experts; None for the main group. Their gradients are summed over that group and divided by the number of
-            ranks of the main group, so the mean of all losses is trained. `expert_parallel` returns such a function.
+            ranks of the main group, so the mean of all losses is trained. By default the experts of `expert_parallel`
+            have the group of their replicas.
         bucket_numel: elements of a bucket.
         overlap: let weights arrive during the next forward; then call optimizer.synchronize() before you read weights.
         seed: of stochastic rounding.
@@ -97,8 +98,11 @@ def zero(
         seed=seed, timeout_s=timeout_s, checked=checked, announce=announce,
     )  # fmt: skip
     # `parallelize` has compared what is given with an axis.
+    spread = spread_over(model) if axis is None else None
     with same_on_all_ranks(group, timeout_s) if axis is None else nullcontext(Given()) as given:
         _check_method(method)
+        if spread is not None:
+            group_for = with_spread(model, spread, group_for)
         named = _trained_parameters(model, optimizer)
         check_elementwise(optimizer)
         given |= {"method": method, "local_size": local_size, "bucket_numel": bucket_numel, "overlap": overlap}
@@ -106,7 +110,8 @@ def zero(
         given |= {"seed": seed, "checked": checked} | optimizer_options(optimizer, model)
         alike = {n: p for n, p in model.named_parameters() if group_for is None or group_for(n, p) is None}
         given |= parameters_of(alike)
-    ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked)
+    meter = spread.everyone.meter if spread is not None else None
+    ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked, meter=meter)
     comms, numbers = [ranks.comm], dict[tuple[int, ...], int]()
     group_for = group_for or (axis.group_for if axis is not None else None)
 
@@ -138,6 +143,7 @@ def zero(
         warm(set(method.codecs), device)
     notes = _same_start(model, named, method, comms, chosen)
     notes += _notes_on_parameters(model, named, overlap)
+    notes += spread.describe() if spread is not None else []
     units = method.units(model, named, levels, chosen.__getitem__, bucket_numel)
     residence = None
     if residency is not None:
@@ -147,6 +153,8 @@ def zero(
         model, optimizer, method, units, ranks, comms, overlap=overlap, seed=seed, notes=notes,
         residence=residence, initial=initial, tiling=tiling,
     )  # fmt: skip
+    if spread is not None:
+        spread.follow(sharded)
     if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())
     return model, sharded

@@ -462,6 +462,32 @@ def test_the_balance_loss_of_transformers_has_several_names(
     assert bool(model.balance_rows()) == (weight > 0 and not joins)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "told"),
+    [
+        ("llama4_text", {"num_local_experts": 2, "intermediate_size_mlp": 16, "moe_layers": [0]}, "none"),
+        ("qwen3_moe", {"num_experts": 4, "mlp_only_layers": [0]}, ""),
+    ],
+)
+def test_a_model_of_transformers_without_a_balance_loss_trains_without_it(
+    kind: str, sizes: dict[str, Any], told: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = transformers.AutoConfig.for_model(kind, router_aux_loss_coef=0.5, **common, **heads, **sizes)
+    model = HFCausalLM(transformers.AutoModelForCausalLM.from_config(config).float(), 16).train()
+    tokens = torch.arange(16).view(2, 8)
+    model(tokens, tokens).backward()
+    assert "".join(row[1] for row in model.balance_rows()) == told
+
+
 def theirs_alike() -> HFCausalLM:
     """A mixture of transformers."""
     from transformers import MixtralConfig, MixtralForCausalLM

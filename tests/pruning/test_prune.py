@@ -409,5 +409,7 @@ def test_what_can_not_be_pruned_is_said(options: dict[str, Any], message: str) -
 def test_pruned_experts_lie_whole_on_a_rank() -> None:
     model = small()
     thinwire.keep(model, prune(model, text()).masks)
+    with pytest.raises(ConfigError, match=r"is pruned already.*nearest: thinwire prune of its folder"):
+        prune(model, text(), sparsity=0.75)
     with pytest.raises(ConfigError, match=r"pruning keeps other values .* nearest: --experts.slices 1"):
         check_experts(model, thinwire.ExpertParallel(2, slices=2), 2)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,15 +43,37 @@ class Parts(Protocol):
         ...
 
 
+class Sharing(Protocol):
+    """Ranks that share a model's experts or sequences. everyone: over all ranks that train the model."""
+
+    everyone: Communicator
+
+    def describe(self) -> list[Row]:
+        """Rows of (asked for, in effect, why they differ or how it was found)."""
+        ...
+
+
+# By model. An optimizer that is made later counts their messages with its own, and tells of them.
+SHARED: WeakKeyDictionary[nn.Module, list[Sharing]] = WeakKeyDictionary()
+
+
+def sharing_of(model: nn.Module) -> list[Sharing]:
+    """The ranks that share parts of a model, or of a model inside of it, in the order in which they were made."""
+    return [sharing for module in model.modules() for sharing in SHARED.get(module, ())]
+
+
+def meter_of(model: nn.Module) -> Meter | None:
+    """The meter of what ranks share of a model; None: they share nothing."""
+    return next((sharing.everyone.meter for sharing in sharing_of(model)), None)
+
+
 class Spread(Parts, Protocol):
     """Ranks over which the experts of a model are spread, without a mesh; see `expert_parallel`.
 
-    comm: over the ranks that share the experts. everyone: over all that train the model. replicas: global ranks with
-    the same experts as this one.
+    comm: over the ranks that share the experts. replicas: global ranks with the same experts as this one.
     """
 
     comm: Communicator
-    everyone: Communicator
     replicas: list[int]
 
     def whole(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
@@ -59,10 +82,6 @@ class Spread(Parts, Protocol):
 
     def follow(self, optimizer: Any) -> None:
         """Let options that depend on a step have their effect."""
-        ...
-
-    def describe(self) -> list[Row]:
-        """Rows of (asked for, in effect, why they differ or how it was found)."""
         ...
 
 

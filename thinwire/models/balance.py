@@ -45,9 +45,14 @@ def summed_over_ranks(sums: Tensor, gather: Callable[[Tensor], Tensor]) -> Tenso
     return every.sum(0) + len(every) * (sums - sums.detach())
 
 
+def balance_of(model: nn.Module) -> Any:
+    """The function by which a causal model of transformers takes its balance loss; None: it takes none."""
+    return getattr(sys.modules.get(type(model).__module__), "load_balancing_loss_func", None)
+
+
 def joins_layers(model: nn.Module) -> bool:
     """Whether a causal model of transformers has the balance loss of `joined_loss`, as all but a few have."""
-    loss = getattr(sys.modules.get(type(model).__module__), "load_balancing_loss_func", None)
+    loss = balance_of(model)
     has_sizes = all(isinstance(getattr(model, name, None), int) for name in ("num_experts", "num_experts_per_tok"))
     return loss is not None and has_sizes and list(inspect.signature(loss).parameters) == JOINING
 

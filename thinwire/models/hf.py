@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError, nearest
-from thinwire.models.balance import joined_loss, joined_sums, joins_layers, summed_over_ranks
+from thinwire.models.balance import balance_of, joined_loss, joined_sums, joins_layers, summed_over_ranks
 from thinwire.models.kept import PACKED, is_pruned, keep_folder, read_packed
 from thinwire.models.llama import next_token_loss, with_gradient_of
 from thinwire.table import Row
@@ -65,18 +65,32 @@ class HFCausalLM(nn.Module):
 
     @property
     def balance_weight(self) -> float:
-        """The weight of the balance loss, by any of the names it has in transformers; 0 for a model without experts."""
-        if not hasattr(self.model.config, "output_router_logits"):
+        """The weight of the balance loss, by any of the names it has in transformers; 0 for a model without one."""
+        return self._stated_weight if balance_of(self.model) is not None else 0.0
+
+    @property
+    def _stated_weight(self) -> float:
+        if not hasattr(self.model.config, "output_router_logits") or not has_routers(self.model):
             return 0.0
         stated = (getattr(of, name, None) for of in (self.model.config, self.model) for name in WEIGHTS)
         return next((float(weight) for weight in stated if weight is not None), 0.0)
 
     def balance_rows(self) -> list[Row]:
         """A row about a balance loss that can't be taken over all ranks."""
+        if (stated := self._stated_weight) and not self.balance_weight:
+            return [
+                (f"balance loss, weight {stated:g}", "none", f"{type(self.model).__name__} of transformers has none")
+            ]
         if not self.balance_weight or joins_layers(self.model):
             return []
         why = f"{type(self.model).__name__} has a form of its own, which sums of ranks do not give"
         return [(f"balance loss, weight {self.balance_weight:g}", "of each rank's own tokens", why)]
+
+
+def has_routers(model: nn.Module) -> bool:
+    """Whether any layer is a mixture: a configuration of one may have dense layers alone."""
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return any(name == "gate" or "router" in name or "expert" in name for name in names)
 
 
 def build_hf(

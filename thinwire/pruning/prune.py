@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from thinwire.codecs.random import named_seed, uniform
 from thinwire.errors import ConfigError
@@ -86,6 +87,10 @@ def prune(
     """
     check(method, pattern, sparsity, rounds)
     layers = layers_of(model)
+    if any(is_parametrized(module) for module in model.modules()):
+        raise ConfigError(
+            "the model is pruned already, and its kept values are its parameters; nearest: thinwire prune of its folder"
+        )
     many = dist.is_available() and dist.is_initialized()
     if method == "obs" and many and dist.get_world_size(group) > 1:
         raise ConfigError("--method obs: gradients are those of one process; nearest: wanda, or one process")

@@ -28,8 +28,8 @@ def refused(call: object, *args: object, **options: object) -> str:
 def own_loop(rank: int, *, states_group: bool) -> tuple[list[float], dict[str, list[float]], int, list[str]]:
     """Losses of some steps, this rank's part of the experts, bytes of rows, and the first words of the table."""
     model, ep, adamw = spread_model()
-    group = {"group_for": ep.group_for} if states_group else {}
-    module, optimizer = thinwire.zero(model, adamw, thinwire.Zero(), local_size=1, announce=False, **group)
+    group_for = ep.group_for if states_group else None
+    module, optimizer = thinwire.zero(model, adamw, thinwire.Zero(), local_size=1, announce=False, group_for=group_for)
     losses, draws = [], torch.Generator().manual_seed(rank)
     for _ in range(3):
         text = torch.randint(0, 64, (2, 17), generator=draws)

@@ -31,6 +31,12 @@ SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
 }  # fmt: skip
+# Rotary frequencies that are others beyond 8 tokens.
+HALVED = {"rope_theta": 10000.0, "original_max_position_embeddings": 8}
+BY_LENGTH: list[dict[str, Any]] = [
+    {"rope_parameters": HALVED | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}},
+    {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+]
 # Attention by latent vectors: keys are 12 wide, values 8.
 LATENT: dict[str, Any] = {
     "kind": "deepseek_v3", "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
@@ -245,7 +251,9 @@ def test_steps_are_those_of_one_process_with_very_unequal_tokens() -> None:
 def as_pairs(rank: int, world_size: int) -> list[Any]:
     refuse_dropout()
     on_a_mesh()
-    return [hugging_face(way) for way in ("ulysses", "ring")] + [hugging_face("ring", **LATENT)]
+    refuse_what_is_of_a_part()
+    ways = [hugging_face(way) for way in ("ulysses", "ring")]
+    return [*ways, hugging_face("ring", **LATENT), *(hugging_face("ulysses", **rope) for rope in BY_LENGTH)]
 
 
 def refuse_dropout() -> None:
@@ -269,12 +277,35 @@ def refuse_dropout() -> None:
     seq.close()
 
 
+def refuse_what_is_of_a_part() -> None:
+    """A call that would mean this rank's tokens alone, and layers whose tokens do not see all before them."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SIZES))
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ConfigError, match=r"layer_types chunked_attention: .*nearest: full_attention"):
+        thinwire.sequence_parallel(model, thinwire.SequenceParallel(2))
+    model.config.layer_types = None
+    seq = thinwire.sequence_parallel(model, thinwire.SequenceParallel(2))
+    part, _ = seq.split(batch_of(0, 0)[0])
+    own = seq.positions(part)
+    truth = model(part).logits
+    assert torch.equal(model(part, torch.ones_like(part), own[None]).logits, truth)
+    for wrong in (
+        {"labels": part}, {"attention_mask": part > 9}, {"position_ids": own[None] + 1},
+        {"past_key_values": transformers.DynamicCache()}, {"input_ids": None, "inputs_embeds": torch.zeros(1, 8, 32)},
+    ):  # fmt: skip
+        (name,) = wrong.keys() - {"input_ids"}
+        with pytest.raises(ConfigError, match=f"{name} of a model whose sequences lie on several ranks: .*nearest: "):
+            model(**{"input_ids": part, **wrong})
+    seq.close()
+
+
 def on_a_mesh() -> None:
     """A model of transformers needs the calls of a preset, and in training needs targets."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SIZES))
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "sequence"))
-    methods = [thinwire.Zero(), thinwire.SequenceParallel(2)]
+    methods: list[Any] = [thinwire.Zero(), thinwire.SequenceParallel(2)]
     adamw = torch.optim.AdamW(model.parameters())
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM on a sequence axis: .*nearest: HFCausalLM"):
         thinwire.parallelize(model, adamw, mesh, methods, announce=False)

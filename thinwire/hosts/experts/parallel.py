@@ -24,7 +24,7 @@ from thinwire.hosts.experts.stopwatch import Stopwatch
 from thinwire.hosts.experts.trip import ExpertWire
 from thinwire.hosts.experts.weights import Gather, Gathered, KeptBits
 from thinwire.hosts.experts.wires import entering, wire_of
-from thinwire.hosts.ranks import along, neighbours
+from thinwire.hosts.ranks import SHARED, along, meter_of, neighbours
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.methods.experts import ExpertParallel, ExpertPlacement
 from thinwire.methods.experts.options import CODED
@@ -364,14 +364,13 @@ def expert_parallel(
         timeout_s, checked, meter: see Communicator.
 
     Call it before you make the optimizer, and before `thinwire.zero`, which finds the replicas. Raises ConfigError that
-    lists
-    everything that does not fit, for a number of ranks that does not divide the group's, and for a model without such
-    experts.
+    lists everything that does not fit, for a number of ranks that does not divide the group's, and for a model without
+    such experts.
     Source: Lepikhin et al., "GShard" (2020); slices: Hwang et al., "Tutel" (MLSys 2023), section 3.1.
     """
     options.check_stated()
     make = partial(Communicator, timeout_s=timeout_s, checked=checked)
-    everyone = make(group, local_size=local_size, meter=meter)
+    everyone = make(group, local_size=local_size, meter=meter or meter_of(model))
     placement = check_experts(model, options, everyone.world_size)
     found = experts_of(model)
     modules = {name: module_of(each) for name, each in found.items()}
@@ -397,6 +396,7 @@ def expert_parallel(
         # Compiled layers leave their code for it.
         modules[name].forward = torch.compiler.disable(partial(made.forward, experts))
         vars(modules[name])[SPREAD] = made
+    SHARED.setdefault(model, []).append(made)
     return made
 
 

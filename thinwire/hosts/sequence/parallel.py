@@ -16,7 +16,7 @@ from thinwire.collectives.communicator import DEFAULT_TIMEOUT_S
 from thinwire.collectives.gather import all_gather_exact
 from thinwire.cost import Network
 from thinwire.errors import ConfigError, nearest_divisor
-from thinwire.hosts.ranks import along, neighbours
+from thinwire.hosts.ranks import SHARED, along, meter_of, neighbours
 from thinwire.hosts.sequence.attention import Sent, send_heads, sequence_attention
 from thinwire.hosts.sequence.probe import check_sharing
 from thinwire.hosts.sequence.seams import attention_of, replace
@@ -90,6 +90,10 @@ class SequenceRanks:
         """
         found = tokens_of(self.layout, self.comm.rank, tokens.shape[1] * self.layout.size).to(tokens.device)
         return found.clamp(max=max(self._length - 1, 0)) if self._length else found
+
+    def length(self, tokens: Tensor) -> int:
+        """Tokens of the whole sequence that was split last, of which `tokens` [batch, n] are this rank's."""
+        return self._length or tokens.shape[1] * self.layout.size
 
     def send(self, x: Tensor, heads: int, kv_heads: int) -> Tensor | Sent:
         """Start to send q, k or v of this rank's tokens, for `attention`; see `send_heads`."""
@@ -240,7 +244,7 @@ def sequence_parallel(
     shape = attention_of(model, TYPICAL_TOKENS)
     check_sharing(model)
     make = partial(Communicator, timeout_s=timeout_s, checked=checked)
-    everyone = make(group, local_size=local_size, meter=meter)
+    everyone = make(group, local_size=local_size, meter=meter or meter_of(model))
     ranks, world_size = options.parallel, everyone.world_size
     check_ranks(options, world_size)
     members = neighbours(everyone.rank, ranks, stride)
@@ -252,7 +256,8 @@ def sequence_parallel(
         comm = make(own, local_size=topology.local_size, meter=everyone.meter)
     wire = SequenceWire(comm, options.codec("wire"), options.codec("gradients"), seed)
     found = SequenceRanks(layout, why, options, wire, everyone)
-    replace(model, found.attention, found.positions, found.send)
+    replace(model, found.attention, found.positions, found.length, found.send)
+    SHARED.setdefault(model, []).append(found)
     return found
 
 

@@ -64,7 +64,7 @@ def _check(model: Any) -> None:
     tokens = (1 + 7 * torch.arange(2 * HALF, device=first.device)).remainder(model.config.vocab_size)[None]
     truth = _logits(model, tokens)
     earlier = Earlier()
-    undo = replace_in_hugging_face(model, earlier, earlier.positions)
+    undo = replace_in_hugging_face(model, earlier, earlier.positions, lambda tokens: 2 * HALF)
     try:
         whole = _logits(model, tokens)
         if not earlier.kept:

@@ -22,7 +22,7 @@ from thinwire.device import name_of
 from thinwire.errors import ConfigError
 from thinwire.hosts.arguments import check_arguments, check_instance
 from thinwire.hosts.interface import ParallelOptimizer, RankOptions, apply
-from thinwire.hosts.ranks import Axis, along, open_ranks, spread_over, with_spread
+from thinwire.hosts.ranks import Axis, along, meter_of, open_ranks, sharing_of, spread_over, with_spread
 from thinwire.hosts.sharded.optimizer import ShardedOptimizer
 from thinwire.hosts.sums import across_of
 from thinwire.layout.buckets import Unit
@@ -110,8 +110,9 @@ def zero(
         given |= {"seed": seed, "checked": checked} | optimizer_options(optimizer, model)
         alike = {n: p for n, p in model.named_parameters() if group_for is None or group_for(n, p) is None}
         given |= parameters_of(alike)
-    meter = spread.everyone.meter if spread is not None else None
-    ranks = open_ranks(axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked, meter=meter)
+    ranks = open_ranks(
+        axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked, meter=meter_of(model)
+    )
     comms, numbers = [ranks.comm], dict[tuple[int, ...], int]()
     group_for = group_for or (axis.group_for if axis is not None else None)
 
@@ -143,7 +144,8 @@ def zero(
         warm(set(method.codecs), device)
     notes = _same_start(model, named, method, comms, chosen)
     notes += _notes_on_parameters(model, named, overlap)
-    notes += spread.describe() if spread is not None else []
+    if axis is None:
+        notes += [row for each in sharing_of(model) for row in each.describe()]
     units = method.units(model, named, levels, chosen.__getitem__, bucket_numel)
     residence = None
     if residency is not None:

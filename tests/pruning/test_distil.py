@@ -138,7 +138,7 @@ def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
         check_refused(folder, [*flags, *stated.split()], rf"nearest: {near}, or leave --teacher out", monkeypatch)
     taught = (
         "--seq-len 16 --micro-batch 2 --tokens-per-step 64 --lr 0.003 --dtype fp32 --eval-sequences 0 "
-        f"--sample-tokens 0 --timeout 60 --local-size 1 --steps 4 --strategy sdp4bit --model hf:{tmp_path / 'sparse'} "
+        f"--sample-tokens 0 --local-size 1 --steps 4 --strategy sdp4bit --model hf:{tmp_path / 'sparse'} "
         f"--teacher hf:{tmp_path / 'dense'}"
     ).split()
     runs = {

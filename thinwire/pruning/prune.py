@@ -120,7 +120,9 @@ def prune(
                 else:
                     for target in targets:
                         prune_one(target, done, sparsity, method, pattern, seed)
-                inputs = [call.run(layer, number, x) for x, call in zip(inputs, calls, strict=True)]
+                if number < len(layers) - 1:
+                    # Nothing reads what the last layer returns.
+                    inputs = [call.run(layer, number, x) for x, call in zip(inputs, calls, strict=True)]
     return done
 
 

@@ -127,6 +127,11 @@ def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
     assert cli.run(["prune", f"hf:{tmp_path / 'dense'}", *flags]) == 0
     folder = tmp_path / "refused"
     folder.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").touch()
+    for teacher, near in (("run", "thinwire export {} --to hf DIR, and then"), ("dense", "--teacher hf:{}$")):
+        words = f"must be hf:DIR, a folder of a mixture of experts; nearest: {near.format(tmp_path / teacher)}"
+        check_refused(folder, ["--model", "tiny", "--teacher", str(tmp_path / teacher)], words, monkeypatch)
     flags = ["--model", "tiny", "--seq-len", "16", "--teacher", f"hf:{tmp_path / 'dense'}", "--compile"]
     check_refused(folder, flags, r"(?s)the model has 0 layer\(s\) of experts .* --teacher with --compile", monkeypatch)
     for stated, near in (

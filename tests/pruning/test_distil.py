@@ -153,6 +153,9 @@ def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
     runs["on"] = train_ranks(tmp_path, "on", 2, ["--steps", "4"], "part")
     losses = {name: [line["loss"] for line in run["steps"].values()] for name, run in runs.items()}
     assert losses["on"] == losses["whole"]
+    first, *others = runs["whole"]["steps"].values()
+    assert first["teacher_loss"] == pytest.approx(first["loss"], rel=1e-4)
+    assert all(0 < each["teacher_loss"] != first["teacher_loss"] for each in others)
     told = tomllib.loads((runs["whole"]["folder"] / "config.toml").read_text())
     assert "its experts teach, weight " in runs["whole"]["printed"]
     # Both weigh the same before the first step, and what was found is kept.

@@ -26,6 +26,8 @@ from thinwire.errors import Problems, nearest, similar, type_name, type_rule
 UNSET: Any = ...
 
 
+# The variable by which a program knows the command of the lab in which it runs.
+LAB = "THINWIRE_LAB"
 # How a boolean is written in TOML, and after a flag.
 TRUTHS = ("true", "false")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from thinwire.errors import ConfigError, Problems, nearest, type_rule
-from thinwire.flags import options_of
+from thinwire.flags import flag, options_of
 from thinwire.methods.experts import ExpertParallel
 from thinwire.methods.interface import Method, PlannedByRun
 from thinwire.methods.memory import Residency
@@ -123,31 +124,31 @@ def build_strategy(
     ConfigError for an unknown name, for a refused option, and for options that don't fit the run.
     """
     problems = Problems()
-    for name, flag in ((inner, "--inner"), (strategy, "--strategy")):
+    for name, option in ((inner, "--inner"), (strategy, "--strategy")):
         if name is not None:
-            problems.note(check_name, flag, name)
+            problems.note(check_name, option, name)
     problems.raise_any()
     options, base = dict(tables.get(strategy_table(strategy) or "", {})), base_of(strategy)
     inside: dict[str, Any] = {}
     if base is not None and (stated := tables.get(table_name(type(base)))):
         with problems.collect():
-            inside[BASE] = made(functools.partial(replace, base), stated)
+            inside[BASE] = made(functools.partial(replace, base), stated, table_name(type(base)))
     if has_islands(strategy):
         with problems.collect():
             inside[INNER] = build_strategy(
                 inner or DEFAULT_INNER, tables, num_steps=num_steps, num_warmup_steps=num_warmup_steps
             )
-    built = problems.note(made, functools.partial(STRATEGIES[strategy], **inside), options)
+    built = problems.note(made, functools.partial(STRATEGIES[strategy], **inside), options, strategy_table(strategy))
     problems.raise_any()
     assert built is not None
     return built.for_run(num_steps, num_warmup_steps) if isinstance(built, PlannedByRun) else built
 
 
-def made(make: Callable[..., T], options: Mapping[str, Any]) -> T:
+def made(make: Callable[..., T], options: Mapping[str, Any], table: str | None) -> T:
     """The result of `make(**options)`. Raises one ConfigError with the problems of all options, not only the first.
 
     A problem whose message begins with the name of an option belongs to that option; `make` is then called again
-    without it.
+    without it. The message gets the option's flag in `table` in place of that name.
     """
     problems, left = Problems(), dict(options)
     while True:
@@ -155,13 +156,22 @@ def made(make: Callable[..., T], options: Mapping[str, Any]) -> T:
             result = make(**left)
             break
         except ConfigError as error:
-            problems.messages += error.problems
             wrong = [name for name in left if any(text.startswith((f"{name} ", f"{name}:")) for text in error.problems)]
+            problems.messages += [by_flag(text, wrong, table) for text in error.problems]
             if not wrong:
                 problems.raise_any()
             left = {name: value for name, value in left.items() if name not in wrong}
     problems.raise_any()
     return result
+
+
+def by_flag(text: str, names: Iterable[str], table: str | None) -> str:
+    """A message that begins with one of the `names`, with the flag of that option instead."""
+    name = next((name for name in names if text.startswith((f"{name} ", f"{name}:"))), None)
+    if name is None:
+        return text
+    value = re.sub(r"^ '([^'\s]+)'( of \w+)?(?=[: ])", r" \1", text.removeprefix(name))
+    return flag(f"{table}.{name}") + value
 
 
 def check_unused(table: str, values: Mapping[str, Any]) -> None:
@@ -173,7 +183,7 @@ def check_unused(table: str, values: Mapping[str, Any]) -> None:
         return
     owner = next((name for name in STRATEGIES if strategy_table(name) == table), None)
     make: Any = LAYOUT_TABLES[table] if owner is None else STRATEGIES[owner]
-    made(make, values)
+    made(make, values, table)
 
 
 def checked_values(

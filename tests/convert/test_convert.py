@@ -343,10 +343,10 @@ def test_generate_takes_a_run_or_a_folder(runs: Runs, tmp_path: Path, capsys: py
     folder, _ = exported(runs, "zero", tmp_path, sequences=1)
     flags = ["--prompt", "line 7", "--tokens", "20", "--temperature", "0"]
     texts = []
-    for source in (runs.path("zero"), str(folder)):
+    for source in (runs.path("zero"), str(folder), f"hf:{folder}"):
         assert cli.run(["generate", source, *flags]) == 0
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] and texts[0].startswith("line 7") and len(texts[0]) > 10
+    assert texts[0] == texts[1] == texts[2] and texts[0].startswith("line 7") and len(texts[0]) > 10
     # A later checkpoint that is damaged is passed over aloud, and left to the run, which may be going on.
     run = shutil.copytree(runs.path("zero"), tmp_path / "run")
     saved = run / f"checkpoints/step-{STEPS:08d}"
@@ -425,6 +425,10 @@ def test_divergence_and_agreement_are_what_they_say() -> None:
         (["export", "RUN", "RUN"], "ddp is there already"),
         (["export", "RUN2", "out"], "holds no run"),
         (["export", "EMPTY", "out"], "holds no checkpoint yet"),
+        (
+            ["export", "QWEN", "out"],
+            "plain is a model of transformers already: export takes a run; did you mean .*runs0/",
+        ),
         (
             ["export", "DEMO", "out"],
             r"does not fit the model demo that .*config\.toml names: model.embed_tokens.weight differs",

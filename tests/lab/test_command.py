@@ -62,13 +62,13 @@ def test_output_is_merged_and_bytes_are_shown(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    script = "echo rank $RANK of $WORLD_SIZE with $OMP_NUM_THREADS at $THINWIRE_DISK_RATE"
+    script = "echo rank $RANK of $WORLD_SIZE with $OMP_NUM_THREADS at $THINWIRE_DISK_RATE in $THINWIRE_LAB"
     words = ["--nodes", "2", "--local-size=2", "--slow", "1=20mbit", "--disk-rate", "50MB/s"]
     assert run_lab([*words, "--", "sh", "-c", script]) == 0
-    output = capfd.readouterr().out
+    output, lab = capfd.readouterr().out, f"thinwire lab {' '.join(words)}"
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     for rank in range(4):
-        assert f"[node {rank // 2} rank {rank}] rank {rank} of 4 with {threads} at 50MB/s\n" in output
+        assert f"[node {rank // 2} rank {rank}] rank {rank} of 4 with {threads} at 50MB/s in {lab}\n" in output
     assert "2 node(s) x 2 rank(s), links of 100mbit, node 1: 20mbit" in output
     assert f"OMP_NUM_THREADS={threads} (" in output
     assert counted(output).keys() == {0, 1}

@@ -110,7 +110,7 @@ def test_a_missing_folder_suggests_model_folders_alone(folder: Path) -> None:
     (folder / "gpt2").mkdir()
     (folder / "gpt3").mkdir()
     (folder / "gpt2/config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"no such folder; did you mean 'gpt2'\?$"):
+    with pytest.raises(ConfigError, match=rf"no such folder; did you mean 'hf:{folder}/gpt2'\?$"):
         hf(folder / "gpt4")
     with pytest.raises(
         ConfigError,
@@ -136,7 +136,10 @@ def test_overrides_reach_the_folder_config(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("vocab_size", "seq_len", "message"),
-    [(301, 64, "vocabulary of 300 is smaller than the tokenizer's 301"), (256, 65, "holds at most 64")],
+    [
+        (301, 64, "vocabulary of 300 is smaller than the tokenizer's 301"),
+        (256, 65, "--seq-len 65: .* holds at most 64 tokens; nearest: --seq-len 64$"),
+    ],
 )
 def test_a_model_too_small_for_the_data_is_refused(folder: Path, vocab_size: int, seq_len: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

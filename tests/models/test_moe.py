@@ -32,6 +32,7 @@ from thinwire.models.moe import MIXTURES, Experts, MoE, Order, Router, check_axe
 from thinwire.models.noise import TokenNoise
 from thinwire.models.order import drop
 from thinwire.models.row_hooks import EVENTS
+from thinwire.run.config import AXIS_FLAGS
 
 SMALL = replace(MIXTURES["moe-tiny"], hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_local_experts=4)
 
@@ -387,9 +388,27 @@ def test_a_causal_model_refuses_routers_that_look_ahead(router: str) -> None:
 
 
 def test_axes_that_would_lose_the_balance_loss_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a pipeline axis"):
-        check_axes(small(), {"data": 2, "pipeline": 2})
+    sequence = {"data": 2, "sequence": 2}
+    for model, sizes, flags, message in (
+        (
+            small(),
+            {"data": 2, "pipeline": 2},
+            None,
+            "^a mixture of experts on a pipeline axis: .* whole models; nearest: no pipeline axis$",
+        ),
+        (small(), {"pipeline": 2}, AXIS_FLAGS, "^--stages 2: .* nearest: --stages 1$"),
+        (
+            theirs_alike(),
+            sequence,
+            AXIS_FLAGS,
+            r"^--sequence\.parallel 2: a mixture of transformers with a balance loss .* "
+            r"nearest: --sequence\.parallel 1, or a preset such as moe-demo$",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_axes(model, sizes, flags)
     check_axes(small(), {"data": 4})
+    check_axes(small(), sequence, AXIS_FLAGS)
 
 
 def test_transformers_mixtral_has_equal_logits_and_its_balance_loss_here(tmp_path: Path) -> None:

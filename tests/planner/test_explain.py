@@ -158,7 +158,11 @@ def test_an_optimizer_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture
         with pytest.raises(ConfigError, match=why):
             run_explain([*flags.split(), "--model", "tiny"])
     assert run_explain(["--optimizer", "apollo-mini", "--model", "tiny"]) == 0
-    assert "strategy dgc: left out" in capsys.readouterr().out
+    capsys.readouterr()
+    notes = explain(ExplainConfig(model="tiny", optimizer="apollo-mini"), Problems()).notes
+    without = {why: asked for asked, effect, why in notes if effect == "left out"}
+    assert any("dgc, " in asked for asked in without.values())
+    assert len(without) == sum(effect == "left out" for _, effect, _ in notes)
     assert run_explain(["--optimizer", "sgd-plain", "--model", "tiny"]) == 0
     assert "fp32, sgd-plain. " in (told := capsys.readouterr().out) and " demo " in told and " zero " not in told
 
@@ -237,7 +241,13 @@ def test_all_mistakes_are_reported_at_once() -> None:
         )
     text = str(caught.value)
     assert "5 problems" in text and caught.value.exit_code == 2
-    for part in ("did you mean 'sdp4bit'", "--nodes 0: must be from 1", "rate 'fast'", "weights 'int3'", "--noodes"):
+    for part in (
+        "did you mean 'sdp4bit'",
+        "--nodes 0: must be from 1",
+        "rate 'fast'",
+        "--frontier.weights int3",
+        "--noodes",
+    ):
         assert part in text
     for args, words in (
         (["--nodes", "0"], "--nodes 0: must be from 1 to 1,000,000; nearest: 1"),
@@ -253,6 +263,14 @@ def test_all_mistakes_are_reported_at_once() -> None:
             ["--stages", "9", "--nodes", "3", "--model", "tiny"],
             "--stages 9: must divide the 3 ranks; nearest: --stages 3$",
         ),
+        (
+            ["--nodes", "4", "--model", "moe-tiny", "--experts.parallel", "3"],
+            r"^--experts\.parallel 3: must divide the 4 ranks of the data axis; nearest: --experts\.parallel 2$",
+        ),
+        (
+            ["--nodes", "4", "--model", "moe-tiny", "--experts.parallel", "2", "--mesh", "data=4"],
+            r"^--experts\.parallel 2 beside --mesh data=4: leave one of them out$",
+        ),
         (["--tokens-per-step", "64"], "unknown flag --tokens-per-step: .*; nearest: --micro-batches"),
         (
             ["--memory", "1gb", "--model", "tiny", "--store", "none", "--residency.weights", "disk"],
@@ -262,7 +280,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         (["--memory", "1gb", "--residency.memory", "2gb"], "^--memory 1gb and --residency.memory 2gb: give one of"),
         (["--residency.memory", "1mb", "--model", "tiny"], "memory of 1 MB is below the floor"),
         (["--disk-rate", "1MB/s", "--residency.disk-rate", "2MB/s"], "^--disk-rate 1MB/s and --residency.disk-rate"),
-        (["--activations", "sample:5"], "^activations 'sample:5': the share must be above 0 and at most 1"),
+        (["--activations", "sample:5"], "^--activations sample:5: the share must be above 0 and at most 1"),
         (["--strategy", "diloco", "--inner", "sdp4bit"], "unknown flag --inner: .* nearest: --strategy NAME"),
         (["--memory", "1gb", "--model", "125m", "--store", "none"], "memory of 1000 MB is below the floor"),
         (["--parameters", "nan"], "--parameters nan: must be from 1"),

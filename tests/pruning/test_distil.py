@@ -127,6 +127,11 @@ def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
     assert cli.run(["prune", f"hf:{tmp_path / 'dense'}", *flags]) == 0
     folder = tmp_path / "refused"
     folder.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").touch()
+    for teacher, near in (("run", "thinwire export {} --to hf DIR, and then"), ("dense", "--teacher hf:{}$")):
+        words = f"must be hf:DIR, a folder of a mixture of experts; nearest: {near.format(tmp_path / teacher)}"
+        check_refused(folder, ["--model", "tiny", "--teacher", str(tmp_path / teacher)], words, monkeypatch)
     flags = ["--model", "tiny", "--seq-len", "16", "--teacher", f"hf:{tmp_path / 'dense'}", "--compile"]
     check_refused(folder, flags, r"(?s)the model has 0 layer\(s\) of experts .* --teacher with --compile", monkeypatch)
     for stated, near in (
@@ -148,6 +153,9 @@ def test_a_pruned_folder_learns_from_the_one_it_was_pruned_from(
     runs["on"] = train_ranks(tmp_path, "on", 2, ["--steps", "4"], "part")
     losses = {name: [line["loss"] for line in run["steps"].values()] for name, run in runs.items()}
     assert losses["on"] == losses["whole"]
+    first, *others = runs["whole"]["steps"].values()
+    assert first["teacher_loss"] == pytest.approx(first["loss"], rel=1e-4)
+    assert all(0 < each["teacher_loss"] != first["teacher_loss"] for each in others)
     told = tomllib.loads((runs["whole"]["folder"] / "config.toml").read_text())
     assert "its experts teach, weight " in runs["whole"]["printed"]
     # Both weigh the same before the first step, and what was found is kept.

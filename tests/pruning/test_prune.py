@@ -365,6 +365,7 @@ def test_a_mixtral_folder_is_pruned_loaded_and_trained(
     assert cli.run([*command, "--out", str(tmp_path / "sparse")]) == 0
     said = capsys.readouterr().out
     assert "50.0 % of the weights in 12 matrices" in said and "held-out loss" in said
+    assert f"thinwire train --model hf:{tmp_path / 'sparse'} --seq-len 32; zeros" in said
     model: Any = build_model(f"hf:{tmp_path / 'sparse'}", 256, 32)
     check_packed(command, tmp_path, model)
     sizes = [p.numel() for name, p in model.named_parameters() if "parametrizations" in name]
@@ -387,6 +388,7 @@ def test_a_mixtral_folder_is_pruned_loaded_and_trained(
     [
         ({"method": "wandda"}, "--method wandda: must be one of"),
         ({"sparsity": 1.0}, "must be above 0 and below 1; nearest: 0.99"),
+        ({"sparsity": 50}, "--sparsity 50: must be above 0 and below 1; nearest: 0.5"),
         ({"pattern": "2:4", "sparsity": 0.7}, "the pattern 2:4 has 0.5, which is the nearest"),
     ],
 )

@@ -130,10 +130,12 @@ def verdict_of(*rows: dict[str, Any]) -> list[str]:
     return verdict({"contestants": rows, "reference": "zero"})
 
 
-def with_seeds(name: str, step_s: float, *losses: float, spread: tuple[float, float] | None = None) -> dict[str, Any]:
+def with_seeds(
+    name: str, step_s: float, *losses: float, spread: tuple[float, float] | None = None, timed: int = 10
+) -> dict[str, Any]:
     mean = {**FIGURES, "step_s": step_s, "minutes_to_target": None}
     seeds = [
-        {"seed": seed, "figures": {**mean, "heldout_loss": loss}, "target_loss": None}
+        {"seed": seed, "figures": {**mean, "heldout_loss": loss}, "target_loss": None, "num_timed_steps": timed}
         for seed, loss in enumerate(losses)
     ]
     return row(name, mean, spread={"step_s": spread}) | {"seeds": seeds}
@@ -149,6 +151,10 @@ def test_the_verdict_names_the_fastest_and_what_it_costs() -> None:
     ]
     assert verdict_of(with_seeds("zero", 0.1, 3.0), with_seeds("slow", 0.3, 3.0)) == [
         "zero has the shortest step: 100 ms, 3.00 times as fast as slow (300 ms)."
+    ]
+    assert verdict_of(with_seeds("zero", 0.1, 3.0, timed=3), with_seeds("slow", 0.3, 3.0, timed=0)) == [
+        "zero has the shortest step: 100 ms, 3.00 times as fast as slow (300 ms); from 0 to 3 timed steps, too few to "
+        "tell."
     ]
     assert verdict_of(zero) == [] == verdict_of(zero, row("bad", UNKNOWN, status="failed"))
 
@@ -167,10 +173,13 @@ def test_the_verdict_says_what_may_be_chance() -> None:
 def test_the_verdict_goes_by_the_target_where_there_is_one() -> None:
     late = row("late", {**FIGURES, "step_s": 0.1, "minutes_to_target": 3.0})
     assert verdict_of(row("zero", FIGURES), late)[0] == (
-        "zero reaches the target loss first, in 1.5 minutes: 2.00 times as fast as late (3)."
+        "zero reaches the target loss first, in 1.5 minutes: 2.00 times as fast as late (3); from 2 timed steps, too "
+        "few to tell."
     )
     tied = row("tied", FIGURES)
-    assert verdict_of(row("zero", FIGURES), tied)[0].endswith("in 1.5 minutes: about as fast as tied (1.5).")
+    assert verdict_of(row("zero", FIGURES), tied)[0].endswith(
+        "in 1.5 minutes: about as fast as tied (1.5); from 2 timed steps, too few to tell."
+    )
     never = row("never", {**FIGURES, "step_s": 0.1, "minutes_to_target": None})
     assert verdict_of(row("zero", FIGURES), never)[0].endswith("in 1.5 minutes; no other contestant reaches it.")
 

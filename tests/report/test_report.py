@@ -132,9 +132,13 @@ def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None
         "resumed_after": 2,
         "steps": 3,
         "expert_rows": [[10, 30], [20, 20]],
+        "lab": "thinwire lab --nodes 2",
         "sent_by": {"dispatch, inter": 666_667.0},
     }
-    rows = [row(n, experts_s=0.2 * (n < 3), predicted_experts_s=0.1 * (n == 2), needed_capacity=1.5) for n in (1, 2, 3)]
+    rows = [
+        row(n, experts_s=0.2 * (n < 3), predicted_experts_s=0.1 * (n == 2), needed_capacity=1.5, dropped_rows=0.125)
+        for n in (1, 2, 3)
+    ]
     write_run(tmp_path, rows, SUMMARY | more)
     way = {"event": "way", "after_step": 2, "way": "tokens, once, 1 chunk", "why": "the fastest measured"}
     sent = {"event": "traffic", "first_step": 0, "sent_by": {"combine, intra": 3_000_000.0}}
@@ -145,7 +149,11 @@ def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None
         sent |= {"first_step": 2, "after_step": 3, "sent_by": {"dispatch, inter": 2_000_000.0}}
         seconds = {"message_s": {"dispatch, inter": 0.25}, "predicted_message_s": {"dispatch, inter": 0.125}}
         metrics.write(json.dumps(sent | seconds) + "\n")
+    assert "rows dropped" not in write_report(tmp_path).read_text()
+    (tmp_path / "config.toml").write_text("[moe]\ncapacity_factor = 1.25\n")
     page = write_report(tmp_path).read_text()
+    assert "The capacity dropped 12.50% of the rows" in page and "part of rows dropped" in page
+    assert "thinwire lab --nodes 2 -- thinwire train" in page
     for title in ("Rows by expert", "Seconds in layers of experts", "Ways of rows to experts", "Messages of rank 0"):
         assert f"<h2>{title}</h2>" in page
     assert "The busiest expert of a layer had 1.50 of a share." in page and "1: 1.50, 1.00 of an even share" in page

@@ -184,7 +184,7 @@ def test_codecs_are_written_as_they_were_stated(tmp_path: Path) -> None:
     path.write_text(to_toml(read(*flags)))
     config = read(str(path))
     assert config.tables == {"sdp4bit": texts} and Run.of(config).strategy == SDP4Bit(**texts)
-    with pytest.raises(ConfigError, match=r"inter_gradients 'int5' of SDP4Bit: integer bits 5.*nearest is 4"):
+    with pytest.raises(ConfigError, match=r"--sdp4bit.inter-gradients int5: integer bits 5.*nearest is 4"):
         Run.of(read(str(path), "--sdp4bit.inter-gradients", "int5"))
 
 
@@ -254,4 +254,11 @@ def test_a_resume_on_fewer_ranks_than_a_node_had_forgets_the_size_of_its_nodes(t
     resume = "--resume", "--run-dir", str(tmp_path)
     assert read(*resume, "--workers", "1").local_size is None
     assert read(*resume, "--workers", "2").local_size == 2
+    (tmp_path / "config.toml").write_text("workers = 4\n[experts]\nparallel = 2\n[sequence]\nparallel = 2\n")
+    with pytest.raises(
+        ConfigError,
+        match=r"^--experts\.parallel 2: must divide the 1 rank that --sequence\.parallel 2 leaves; nearest: "
+        r"--experts\.parallel 1, or --sequence\.parallel 1; a resume takes what no flag states from the run's conf",
+    ):
+        read(*resume, "--workers", "2").num_shares  # noqa: B018
     assert read(*resume, "--workers", "1", "--local-size", "2").local_size == 2

@@ -198,8 +198,12 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
         ("--workers 4 --experts.parallel 3", "must divide the 4 ranks; nearest: --experts.parallel 2"),
         ("--workers 4 --mesh data=2,expert=2 --experts.parallel 4", "give one of them"),
         ("--workers 4 --experts.parallel 4 --experts.slices 3", "and the 4 ranks of --experts.parallel; nearest: 2"),
-        ("--workers 2 --experts.parallel 2 --experts.dispatch int9", "dispatch 'int9' of ExpertParallel"),
-        ("--workers 2 --experts.dispatch nonsense", "dispatch 'nonsense' of ExpertParallel"),
+        ("--workers 2 --experts.parallel 2 --experts.dispatch int9", "--experts.dispatch int9: integer bits 9"),
+        (
+            "--workers 2 --experts.parallel 2 --experts.move expert",
+            "--experts.move expert: no such choice; did you mean",
+        ),
+        ("--workers 2 --experts.dispatch nonsense", "--experts.dispatch nonsense: no codec is"),
         ("--workers 2 --experts.parallel 2 --experts.move experts --experts.combine bf16", "nearest: 'fp32'"),
         (
             "--workers 2 --experts.parallel 2 --experts.gradients int8/128",
@@ -218,7 +222,8 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
         ("--workers 2 --experts.parallel 2 --strategy ddp", "those that can: zero, zero-bf16"),
         (
             "--workers 4 --experts.parallel 4 --sequence.parallel 2",
-            "must divide the 2 ranks that --sequence.parallel 2 leaves; nearest: --experts.parallel 2",
+            "must divide the 2 ranks that --sequence.parallel 2 leaves; nearest: --experts.parallel 2, or "
+            "--sequence.parallel 1",
         ),
         ("--workers 4 --strategy diloco --local-size 2 --experts.parallel 2", "ddp in diloco can't train experts"),
         (
@@ -229,7 +234,7 @@ def test_a_checkpoint_holds_whole_experts_which_export_reads(runs: dict[str, dic
         ("--workers 4 --experts.parallel automatic", "must be a whole number or auto, such as 1"),
         ("--workers 4 --experts.parallel 2 --stages 2", "one run can't have both; nearest: --stages 1"),
         ("--workers 4 --mesh data=1,expert=2,tensor=2", "on a tensor axis: not supported"),
-        ("--workers 2 --experts.parallel 2 --model tiny", "nearest: a mixture such as moe-demo"),
+        ("--workers 2 --experts.parallel 2 --model tiny", "--model tiny has no experts that can lie on several ranks"),
     ],
 )
 def test_what_can_not_work_is_told_before_anything_starts(

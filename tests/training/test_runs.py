@@ -21,6 +21,7 @@ METRICS_KEYS = [
     "grad_norm", "codec_s", "forward_s", "sent_weight_bytes", "peak_allocated_bytes", "damaged_messages",
     "pipeline_s", "bubble", "predicted_pipeline_s", "predicted_bubble", "disk_read_bytes", "disk_written_bytes",
     "disk_s", "exposed_disk_s", "dropped_rows", "needed_capacity", "experts_s", "predicted_experts_s",
+    "teacher_loss",
 ]  # fmt: skip
 SUMMARY_KEYS = {
     "heldout_loss", "tokens", "step_s", "tokens_per_s", "sent_bytes_per_step", "uncompressed_bytes_per_step",

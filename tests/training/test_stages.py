@@ -190,7 +190,7 @@ def test_a_run_that_skips_stages_goes_on_along_the_same_paths(runs: RunsOfRanks)
             ("--stages", "2", "--pipeline.plan", "dualpipe-v", "--tokens-per-step", "128"),
             "dualpipe-v needs at least as many as chunks of layers, 2 on each rank, so 4; nearest that works: 4",
         ),
-        (("--stages", "2", "--pipeline.in-flight", "0"), "in_flight 0: must be at least 1; nearest: 1"),
+        (("--stages", "2", "--pipeline.in-flight", "0"), "--pipeline.in-flight 0: must be at least 1; nearest: 1"),
         (
             ("--stages", "2", "--pipeline.backward", "int4/7"),
             "groups of 7 .* the 64 features of a token; nearest: .int4/4",
@@ -198,7 +198,7 @@ def test_a_run_that_skips_stages_goes_on_along_the_same_paths(runs: RunsOfRanks)
         # All at once, whatever is wrong beside it.
         (
             ("--stages", "4", "--llama.num-hidden-layers", "3", *NO_STEP),
-            "(?s)in_flight 0: .*a multiple of seq_len.*groups of 7 .*the model has 3 layers",
+            "(?s)--pipeline.in-flight 0: .*a multiple of seq_len.*groups of 7 .*the model has 3 layers",
         ),
         (
             ("--stages", "5", "--tensor", "3"),
@@ -219,7 +219,7 @@ def test_a_run_that_skips_stages_goes_on_along_the_same_paths(runs: RunsOfRanks)
         (("--mesh", "pipeline=2,data=2", "--stages", "4"), "--stages 4 and --mesh pipeline=2,data=2: give one"),
         (("--stages", "2", "--pipeline.plan", "1f1b", "--pipeline.in-flight", "3"), "plan '1f1b' has its own"),
         (("--stages", "2", "--pipeline.plan", "gpipe", "--pipeline.head", "first"), "nearest: plan 'fitted'"),
-        (("--stages", "2", "--pipeline.forward", "itn8"), "forward 'itn8' of Pipeline: .*did you mean 'int8'"),
+        (("--stages", "2", "--pipeline.forward", "itn8"), "--pipeline.forward itn8: .*did you mean 'int8'"),
         (("--stages", "4", "--pipeline.skip", "0.25"), "skip 0.25: micro-batches come back .*head 'first'"),
         (("--stages", "4", "--pipeline.head", "first", "--pipeline.skip", "0.9"), "skip 0.9 of 4 .*nearest: 0.5"),
         (("--stages", "4", "--inject", "kill stage=4 step=2"), "stages are numbered from 0 to 3"),

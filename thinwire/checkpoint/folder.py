@@ -299,6 +299,8 @@ def checkpoints_of(place: Path) -> Path:
 def nearest_run(place: Path) -> str:
     """Tail of an error message that names a run directory near `place`, which has no checkpoint; empty if none."""
     above = next((path for path in place.parents if path.is_dir()), Path())
-    folders = [*above.glob("*/checkpoints"), *above.glob("*/*/checkpoints")]
-    runs = [str(folder.parent) for folder in folders if all_of(folder)]
-    return nearest(str(place), runs) if runs else ""
+    for root in (above, Path()):
+        folders = [*root.glob("*/checkpoints"), *root.glob("*/*/checkpoints")]
+        if runs := [str(folder.parent) for folder in folders if all_of(folder)]:
+            return nearest(str(place), runs)
+    return ""

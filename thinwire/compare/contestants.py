@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.errors import ConfigError, Problems, nearest
+from thinwire.flags import options_of
 from thinwire.options import (
     EXPERTS,
     PIPELINE,
@@ -166,6 +167,11 @@ def checked_options(
     table, shared, own = strategy_table(strategy), (*TUNED, *LAYOUT, *inside), dict(stated)
     below = {layout: taken_out(own, layout) for layout in LAYOUT_OPTIONS}
     tuned = {name: own.pop(name) for name in [*own] if name.replace("-", "_") in shared}
+    dotted = [f"{layout}.{each.name}" for layout in LAYOUT_OPTIONS for each in options_of(option_tables()[layout])]
+    for name in [name for name in own if "." in name]:
+        del own[name]
+        problems.messages.append(f"{note}unknown key {name!r}{nearest(name, dotted)}")
+    shared = (*shared, *(f"{layout}.*" for layout in LAYOUT_OPTIONS))
     for name in own if table is None else ():
         problems.messages.append(f"{note}{strategy} has no option {name!r}{nearest(name, shared)}")
     options = {} if table is None else checked_values(option_tables()[table], own, note, problems, others=shared)

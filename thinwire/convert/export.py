@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint import nearest_run
 from thinwire.checkpoint.weights_folder import new_folder, write_weights
 from thinwire.convert.mixture import as_mixtral, hollow_mixture
 from thinwire.convert.options import ExportConfig
@@ -31,6 +32,7 @@ from thinwire.models.hf import hollow_hf
 from thinwire.models.kept import held
 from thinwire.models.mixtral import mixtral_config
 from thinwire.run.run import tokens_of
+from thinwire.run.run_dir import RunDir
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MICRO_BATCH = 4
@@ -56,6 +58,7 @@ def export(config: ExportConfig) -> Exported:
     or the model that transformers loads differs from the run's.
     """
     check_transformers()
+    check_is_run(config.run)
     run = open_run(config.run)
     keeps = limit_bytes() is None and run.config.memory is None
     given = run, config.data, config.sequences
@@ -70,6 +73,13 @@ def export(config: ExportConfig) -> Exported:
             fidelity = compare(ours, StreamedModel(theirs, read, keeps=keeps), texts)
         fidelity.check(config.max_kl, config.min_agreement)
     return Exported(run.step, theirs.num_parameters, type(theirs.model).__name__, fidelity)
+
+
+def check_is_run(source: str) -> None:
+    """Raise ConfigError for a folder of transformers."""
+    path = Path(source.removeprefix("hf:"))
+    if not RunDir(path).config().is_file() and (path / "config.json").is_file():
+        raise ConfigError(f"{source} is a model of transformers already: export takes a run{nearest_run(path)}")
 
 
 def check_transformers() -> None:

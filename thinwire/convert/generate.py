@@ -51,6 +51,7 @@ def load_source(source: str) -> tuple[nn.Module, Tokenizer]:
 
     Raises ConfigError for any other folder.
     """
+    source = str(Path(source.removeprefix("hf:")).expanduser())
     if RunDir(source).config().is_file():
         run = load_run(source)
         blind = math.log(run.tokenizer.vocab_size)

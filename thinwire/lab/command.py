@@ -17,7 +17,7 @@ from typing import Annotated
 import tyro
 
 from thinwire.errors import ConfigError, Problems
-from thinwire.flags import CommandLine
+from thinwire.flags import LAB, CommandLine
 from thinwire.lab.check import TOLERANCE, Reading, check
 from thinwire.lab.network import Counters, LabError, LabNetwork, check_requirements
 from thinwire.lab.run import GRACE_S, Job, check_command, shell_code, start, threads_per_rank
@@ -67,7 +67,7 @@ def run_lab(args: Sequence[str]) -> int:
     """Run the command line. Return the exit code. Raises ConfigError before anything is made."""
     options, spec, command = read(args)
     limit = None if options.memory is None else memory_bytes(options.memory)
-    env = dict(os.environ)
+    env = dict(os.environ) | {LAB: shlex.join(["thinwire", "lab", *args[: len(args) - len(command) - 1]])}
     if options.disk_rate is not None:
         env |= disk_variable(options.disk_rate)
         say(f"what a rank keeps on a disk moves at {options.disk_rate} at most, unless it states a rate itself")

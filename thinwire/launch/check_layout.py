@@ -30,6 +30,7 @@ from thinwire.methods.sequence import check_strategy, choose_layout
 from thinwire.models.hf import check_hf
 from thinwire.models.llama import Llama
 from thinwire.models.moe import MIXTURES
+from thinwire.models.seam import experts_of
 from thinwire.models.tensor import check_cut
 from thinwire.options import MOE, PIPELINE, made, model_table
 from thinwire.registry import check_on_mesh
@@ -82,7 +83,7 @@ def check_cuts(config: TrainConfig, model: nn.Module | None) -> None:
     """Raise ConfigError, with all reasons, for stages and tensor ranks that no mesh could make fit the model."""
     problems = Problems()
     if isinstance(config.stages, int) and config.stages > 1:
-        problems.note(check_layers, config, made(Pipeline, sound_options(config)), config.stages, model)
+        problems.note(check_layers, config, made(Pipeline, sound_options(config), PIPELINE), config.stages, model)
     if isinstance(config.tensor, int) and config.tensor > 1:
         problems.note(check_matrices, config, model, config.tensor)
     problems.raise_any()
@@ -118,7 +119,7 @@ def sound_options(config: TrainConfig) -> Mapping[str, Any]:
 def is_sound(options: Mapping[str, Any]) -> bool:
     """Whether a pipeline can have these options."""
     with suppress(ConfigError):
-        made(Pipeline, options)
+        made(Pipeline, options, PIPELINE)
         return True
     return False
 
@@ -249,7 +250,9 @@ def check_expert_ranks(config: TrainConfig, run: Run, model: nn.Module) -> None:
         problems.messages.append("--experts.parallel auto finds the expert axis: leave --mesh out")
     if config.chooses_experts and run.has_islands:
         problems.messages.append("--experts.* auto beside islands: not supported; nearest: state them")
-    problems.note(check_experts, model, run.experts, shape.island_size or shape.world_size)
+    with problems.collect():
+        experts_of(model, f"--model {config.model}")
+        check_experts(model, run.experts, shape.island_size or shape.world_size)
     problems.note(check_data_method, run.strategy)
     problems.note(check_nodes, config, run.experts)
     problems.raise_any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from thinwire.models.hf import check_hf
 from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, SEQUENCE, has_islands, model_table
 from thinwire.run.config import AXIS_FLAGS, TrainConfig, derive
 from thinwire.run.run import Run, island_size, tables_in_effect
+from thinwire.run.run_dir import RunDir
 from thinwire.table import Row
 
 
@@ -131,7 +133,12 @@ def check_teacher(config: TrainConfig, run: Run | None) -> None:
             raise ConfigError("--teacher-weight without --teacher: name the teacher, as hf:DIR")
         return
     if not config.teacher.startswith("hf:"):
-        raise ConfigError(f"--teacher {config.teacher}: must be hf:DIR, a folder of a mixture of experts")
+        hint, path = "", Path(config.teacher)
+        if RunDir(path).config().is_file():
+            hint = f"; nearest: thinwire export {path} --to hf DIR, and then --teacher hf:DIR"
+        elif (path / "config.json").is_file():
+            hint = f"; nearest: --teacher hf:{path}"
+        raise ConfigError(f"--teacher {config.teacher}: must be hf:DIR, a folder of a mixture of experts{hint}")
     sizes = load_tokenizer(config.tokenizer).vocab_size, config.seq_len
     with problems.collect():
         teacher = build_skeleton(config.teacher, *sizes)

@@ -57,7 +57,7 @@ from thinwire.optim import WHOLE
 from thinwire.options import PIPELINE, check_unused, model_table
 from thinwire.report.progress import Progress
 from thinwire.report.trackers import check_trackers
-from thinwire.run.config import AUTO, TrainConfig, derive, range_errors, with_derived
+from thinwire.run.config import AUTO, AXIS_FLAGS, TrainConfig, derive, range_errors, with_derived
 from thinwire.run.effects import batch_row, late_rows, pipeline_rows, rate_row, sparse_rows, unused_rows
 from thinwire.run.optimizer import name_of
 from thinwire.run.run import Run, island_size, tokens_of
@@ -105,7 +105,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             problems.note(check_cuts, config, model)
             raise
         if model is not None:
-            problems.note(check_axes, model, sizes)
+            problems.note(check_axes, model, sizes, AXIS_FLAGS if config.mesh is None else None)
         if config.mesh_shape.tensor > 1:
             problems.note(check_tensor, config, model)
         if config.tensor == AUTO and not config.plans:

@@ -71,6 +71,7 @@ class Distillation:
 
     def __init__(self, student: nn.Module, teacher: nn.Module, weight: float | None = None) -> None:
         self.weight = weight
+        self._taken: list[Tensor] = []
         check_alike(student, teacher)
         self._students, self._teachers = expert_modules(student), expert_modules(teacher)
         self._teacher = teacher.eval().requires_grad_(False)
@@ -82,10 +83,17 @@ class Distillation:
             assert self.weight is not None, "the weight of the teacher's part is set before training"
             with self._taught(tokens) as errors:
                 loss = own(tokens, targets)
-            return with_gradient_of(loss, self.weight * torch.stack(errors).sum())
+            taught = self.weight * torch.stack(errors).sum()
+            self._taken.append(taught.detach())
+            return with_gradient_of(loss, taught)
 
         student.forward = forward
         self._student = student
+
+    def take(self) -> float:
+        """The mean of w times the errors over the forwards in training since the last call."""
+        taken, self._taken = self._taken, []
+        return float(torch.stack(taken).mean())
 
     @torch.no_grad()
     def parts(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -250,9 +250,9 @@ def explained(folder: str) -> Iterator[None]:
 def look_into(path: Path) -> bool:
     """Whether the folder holds weights. ConfigError if it is not a model folder, or has weights only as pickles."""
     if not path.is_dir():
-        siblings = [file.parent.name for file in path.parent.glob("*/config.json")]
+        siblings = [f"hf:{file.parent}" for file in path.parent.glob("*/config.json")]
         close = (
-            nearest(path.name, siblings)
+            nearest(f"hf:{path}", siblings)
             if siblings
             else "; give a folder with config.json and its weights, or a preset"
         )
@@ -297,7 +297,9 @@ def check_sizes(folder: str, config: Any, vocab_size: int, seq_len: int) -> None
         )
     limit = longest(config)
     if limit is not None and limit < seq_len:
-        raise ConfigError(f"seq_len={seq_len}: model hf:{folder} holds at most {limit} tokens")
+        raise ConfigError(
+            f"--seq-len {seq_len}: model hf:{folder} holds at most {limit} tokens; nearest: --seq-len {limit}"
+        )
 
 
 def fresh(transformers: Any, config: Any) -> nn.Module:

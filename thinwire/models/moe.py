@@ -184,16 +184,22 @@ def check_parts(model: nn.Module) -> None:
         )
 
 
-def check_axes(model: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError for a mixture of experts on an axis that would lose its balance loss. sizes: of the axes."""
+def check_axes(model: nn.Module, sizes: Mapping[str, int], flags: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for a mixture of experts on an axis that would lose its balance loss.
+
+    sizes: of the axes. flags: of the axes that flags state.
+    """
     is_ours, is_theirs = isinstance(model, MoELlama), isinstance(model, HFCausalLM) and bool(model.balance_weight)
     alone = ("pipeline", "tensor") if is_ours else ("pipeline", "sequence", "tensor")
     cut = [axis for axis in alone if sizes.get(axis, 1) > 1]
     if cut and (is_ours or is_theirs):
-        near = "the data, expert and sequence axes" if is_ours else "the data and expert axes"
+        flag = (flags or {}).get(cut[0], "")
+        stated, near = (f"{flag} {sizes[cut[0]]}: ", f"{flag} 1") if flag else ("", f"no {cut[0]} axis")
+        near += ", or a preset such as moe-demo" * (cut == ["sequence"])
         raise ConfigError(
-            f"a mixture of experts on a {cut[0]} axis: not supported, its balance loss is of whole "
-            f"{'models' if is_ours else 'sequences and all layers'}; nearest: {near}"
+            f"{stated}a mixture of {'experts' if is_ours else 'transformers with a balance loss'} on a {cut[0]} axis: "
+            f"not supported, its balance loss is of whole {'models' if is_ours else 'sequences and all layers'}; "
+            f"nearest: {near}"
         )
 
 

@@ -35,16 +35,18 @@ class MixtureSizes:
         return 3 * self.inner * self.width
 
 
-def experts_of(model: nn.Module) -> dict[str, Experts | FusedExperts]:
+def experts_of(model: nn.Module, name: str = "") -> dict[str, Experts | FusedExperts]:
     """The experts of each layer, by the path of their module.
 
-    Raises ConfigError for a model without experts, and for packed experts of transformers of an unknown form.
+    name: what messages call the model. Raises ConfigError for a model without experts, and for packed experts of
+    transformers of an unknown form.
     """
     own = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     found: dict[str, Experts | FusedExperts] = {**own, **(fused_experts(model) if not own else {})}
     if not found:
         raise ConfigError(
-            f"{type(model).__name__} has no experts that can lie on several ranks; nearest: a mixture such as moe-demo"
+            f"{name or type(model).__name__} has no experts that can lie on several ranks; nearest: a mixture such as "
+            "moe-demo"
         )
     return found
 

@@ -17,7 +17,7 @@ from thinwire.methods.interface import Method
 from thinwire.methods.sequence.traffic import DELAY_S, LOCAL_RATE, RATE
 from thinwire.models import PRESETS, Llama, build_skeleton
 from thinwire.options import model_table
-from thinwire.planner.experts import with_splits
+from thinwire.planner.experts import check_free, with_splits
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.settings import make
 from thinwire.planner.stages import Grid
@@ -68,11 +68,7 @@ def mesh_of(config: ExplainConfig) -> MeshShape:
         shape = MeshShape({"pipeline": stages, "data": num_ranks // stages})
     tensor, left = config.tensor if isinstance(config.tensor, int) else 1, shape.sizes["data"]
     if tensor > 1 and tensor != shape.tensor:
-        if config.mesh is not None or left % tensor:
-            raise ConfigError(
-                f"--tensor {tensor}: must divide the {left} ranks of the data axis, and leave --mesh out; nearest: "
-                f"--tensor {nearest_divisor(tensor, left)}"
-            )
+        check_free("--tensor", tensor, left, config)
         shape = MeshShape({**shape.sizes, "data": left // tensor, "tensor": tensor})
     if shape.sizes.get("island") == config.nodes:
         shape = shape.without_islands()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.collectives import Topology
 from thinwire.cost import Links
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, counted, nearest_divisor
 from thinwire.flags import flag
 from thinwire.hosts.experts.checks import check_experts
 from thinwire.hosts.ranks import along, neighbours
@@ -37,7 +37,7 @@ from thinwire.methods.outer.base import IslandsMethod
 from thinwire.models.capacity import check_capacity
 from thinwire.models.moe import MoELlama
 from thinwire.models.seam import MixtureSizes, experts_of, mixture_of
-from thinwire.options import EXPERTS, SEQUENCE
+from thinwire.options import EXPERTS, SEQUENCE, made
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.report.units import bytes_text, seconds_text
 from thinwire.table import Row
@@ -51,7 +51,7 @@ Key = TypeVar("Key")
 
 def options_of(config: ExplainConfig, shape: MeshShape, width: int) -> ExpertParallel:
     """The options in effect on a mesh, for rows of `width` elements. Raises ConfigError."""
-    return ExpertParallel(**{**config.tables.get(EXPERTS, {}), "parallel": shape.expert}).fitted(width)
+    return made(ExpertParallel, {**config.tables.get(EXPERTS, {}), "parallel": shape.expert}, EXPERTS).fitted(width)
 
 
 def with_splits(config: ExplainConfig, shape: MeshShape) -> MeshShape:
@@ -63,13 +63,20 @@ def with_splits(config: ExplainConfig, shape: MeshShape) -> MeshShape:
         ranks, data = config.tables.get(table, {}).get("parallel", shape.sizes.get(axis, 1)), shape.sizes["data"]
         if ranks == shape.sizes.get(axis, 1):
             continue
-        if config.mesh is not None or data % ranks:
-            near = min((n for n in range(1, data + 1) if data % n == 0), key=lambda n: abs(n - ranks))
-            raise ConfigError(
-                f"--{table}.parallel {ranks}: must divide the {data} ranks, and leave --mesh out; nearest: {near}"
-            )
+        check_free(f"--{table}.parallel", ranks, data, config)
         shape = MeshShape({**shape.sizes, "data": data // ranks, axis: ranks}).in_order()
     return shape
+
+
+def check_free(option: str, ranks: int, data: int, config: ExplainConfig) -> None:
+    """Raise ConfigError for an option whose `ranks` do not divide the `data` axis, or that stands beside a mesh."""
+    if config.mesh is not None:
+        raise ConfigError(f"{option} {ranks} beside --mesh {config.mesh}: leave one of them out")
+    if data % ranks:
+        near = f"{option} {nearest_divisor(ranks, data)}"
+        raise ConfigError(
+            f"{option} {ranks}: must divide the {counted(data, 'rank')} of the data axis; nearest: {near}"
+        )
 
 
 def choose_experts(

@@ -131,13 +131,13 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
     methods: dict[str, Method] = {}
     plans: dict[str, MethodPlan] = {}
     held: dict[str, dict[int, float]] = {}
-    notes: list[Row] = [] if laid is None else [*laid.notes]
+    left_out: dict[str, list[str]] = {}
     for name in names:
         if laid is None or name not in made:
             continue
         with problems.collect():
             if why := why_left_out(made[name], laid):
-                notes.append((f"strategy {name}", "left out", why))
+                left_out.setdefault(why, []).append(name)
             else:
                 methods[name], (plans[name], held[name]) = made[name], plan_of(made[name], laid)
     if laid is not None and not plans and not problems.messages:
@@ -149,6 +149,8 @@ def explain(config: ExplainConfig, problems: Problems) -> Explained:
             resident = where_all_lies(config, options, names, strategy_of, laid.model)
     problems.raise_any()
     assert laid is not None
+    notes = [*laid.notes]
+    notes += [(f"strategies: {', '.join(without)}", "left out", why) for why, without in left_out.items()]
     if searched_all:
         why = "other methods change what a step learns; name those to be tried"
         notes.insert(0, ("--strategy all", f"{' and '.join(SEARCHED)} are tried", why))

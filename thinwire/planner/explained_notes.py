@@ -20,7 +20,7 @@ from thinwire.methods.tables import by_tokens
 from thinwire.models import Llama
 from thinwire.models.llama import LlamaConfig
 from thinwire.models.tensor import activation_bytes
-from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, SEQUENCE, model_table, strategy_table
+from thinwire.options import EXPERTS, PIPELINE, RESIDENCY, SEQUENCE, made, model_table, strategy_table
 from thinwire.planner.asked import tokens_of
 from thinwire.planner.experts import capacity_notes, expert_notes
 from thinwire.planner.forward import kept_of
@@ -91,7 +91,7 @@ def sequence_notes(
     """
     asked = config.tables.get(SEQUENCE, {})
     size = shape.sequence
-    options = SequenceParallel(**{**asked, "parallel": size})
+    options = made(SequenceParallel, {**asked, "parallel": size}, SEQUENCE)
     if size == 1:
         return []
     heads, kv_heads = llama.num_attention_heads, llama.num_key_value_heads

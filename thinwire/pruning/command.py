@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from thinwire.errors import first_few
@@ -21,5 +22,5 @@ def run_prune(args: Sequence[str]) -> int:
     if done.pruned.unused:
         print(f"no token reached these experts, pruned by magnitude: {first_few(done.pruned.unused)}")
     print(f"held-out loss {done.before:.4f} before, {done.after:.4f} after")
-    print(f"train what is left: thinwire train --model hf:{config.out}; zeros stay zero, and are not sent")
+    print(f"train what is left: thinwire train {shlex.join(done.flags)}; zeros stay zero, and are not sent")
     return 0

@@ -50,8 +50,9 @@ def check(method: str, pattern: str, sparsity: float, rounds: int = 1) -> None:
         if value not in known:
             raise ConfigError(f"--{what} {value}: must be one of {', '.join(known)}; nearest: {known[0]}")
     if not 0 < sparsity < 1:
-        close = 0.01 if sparsity <= 0 else 0.99
-        raise ConfigError(f"--sparsity {sparsity:g}: must be above 0 and below 1; nearest: {close}")
+        # Above 1 it is a share in percent.
+        close = 0.01 if sparsity <= 0 else sparsity / 100 if 1 < sparsity < 100 else 0.99
+        raise ConfigError(f"--sparsity {sparsity:g}: must be above 0 and below 1; nearest: {close:g}")
     if pattern == "2:4" and sparsity != 0.5:
         raise ConfigError(f"--sparsity {sparsity:g}: the pattern 2:4 has 0.5, which is the nearest")
     if rounds < 1:

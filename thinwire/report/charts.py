@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -219,9 +221,12 @@ def load_figure(layers: Sequence[Sequence[float]]) -> Figure:
 
 def experts_figure(run: RunFiles) -> Figure:
     """Of a mixture of experts, what a capacity dropped and which one would have dropped nothing."""
-    series = (("dropped_rows", "part of rows dropped", "norm"), ("needed_capacity", "factor needed", "rate"))
-    dropped = _mean([y for _, y in run.series("dropped_rows")])
-    notes = [f"A capacity dropped {dropped:.2%} of the rows of all ranks and layers; the factor needed drops none."]
+    series, notes = [("needed_capacity", "factor needed", "rate")], ["A capacity of the factor needed drops no row."]
+    with suppress(tomllib.TOMLDecodeError):
+        if tomllib.loads(run.config).get("moe", {}).get("capacity_factor"):
+            series.insert(0, ("dropped_rows", "part of rows dropped", "norm"))
+            dropped = _mean([y for _, y in run.series("dropped_rows")])
+            notes.insert(0, f"The capacity dropped {dropped:.2%} of the rows of all ranks and layers.")
     return Figure("Rows of experts", [], over_steps(run, series), notes)
 
 

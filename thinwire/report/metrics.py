@@ -37,6 +37,8 @@ class StepMetrics:
         needed_capacity: the smallest capacity factor that would have dropped none.
         experts_s: seconds of rank 0's layers of experts that lie on several ranks, forward and backward.
         predicted_experts_s: as simulated; 0 without a simulation.
+        teacher_loss: the difference from a teacher's experts times its weight, which the gradient has and the loss has
+            not, mean over all ranks and micro-batches; 0 without a teacher.
     """
 
     step: int
@@ -66,6 +68,7 @@ class StepMetrics:
     needed_capacity: float = 0.0
     experts_s: float = 0.0
     predicted_experts_s: float = 0.0
+    teacher_loss: float = 0.0
 
     @classmethod
     def agreed(cls, *, step: int, loss: float, tokens: int, lr: float, grad_norm: float) -> StepMetrics:

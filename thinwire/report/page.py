@@ -115,7 +115,9 @@ def circumstances(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "host", host_text(machine())
     if run.config:
         other = str(unused_beside(run.path))
-        yield "repeat with", shlex.join(["thinwire", "train", str(run.path / "config.toml"), "--run-dir", other])
+        train = shlex.join(["thinwire", "train", str(run.path / "config.toml"), "--run-dir", other])
+        lab = run.summary.get("lab")
+        yield "repeat with", f"{lab} -- {train}" if lab else train
 
 
 def unused_beside(path: Path) -> Path:

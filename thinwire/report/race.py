@@ -15,7 +15,7 @@ from thinwire.report.page import date_text, facts, host_text, plots, table, text
 from thinwire.report.race_charts import race_figures
 from thinwire.report.run import number
 from thinwire.report.units import MISSING, bytes_text, seconds_text, short
-from thinwire.report.verdict import FINISHED, verdict
+from thinwire.report.verdict import FEW_TIMED, FINISHED, verdict
 
 # The columns of the table.
 FIGURES = {
@@ -181,8 +181,6 @@ def notes(values: Mapping[str, Any]) -> list[str]:
     return [words for words in found if words]
 
 
-# Fewer timed steps are a matter of luck on a busy machine.
-FEW_TIMED = 10
 FEW_NOTE = (
     f"WARNING: with fewer than {FEW_TIMED} timed steps a busy moment decides; state more --steps or"
     " --timed-steps before you compare times."

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from thinwire.errors import counted
 from thinwire.report.units import bytes_text, seconds_text
 
 FINISHED = "finished"
 # A held-out loss that is this much above the reference's is no matter of chance or of a few more steps.
 FAR_BEHIND = 0.1
+# Fewer timed steps are a matter of luck on a busy machine.
+FEW_TIMED = 10
 
 
 def verdict(values: Mapping[str, Any]) -> list[str]:
@@ -24,7 +27,7 @@ def verdict(values: Mapping[str, Any]) -> list[str]:
     if reached:
         winner, sentence = by_target(rows, reached, values["reference"])
     else:
-        winner, sentence = first, by_step(first, second, rival(first, second, rows, values["reference"]))
+        winner, sentence = first, by_step(first, rows, rival(first, second, rows, values["reference"]))
     sentences = [sentence]
     reference = next((row for row in rows if row["name"] == values["reference"]), None)
     if reference is not None and reference is not winner:
@@ -34,14 +37,15 @@ def verdict(values: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-def by_step(first: Mapping[str, Any], second: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def by_step(first: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) -> str:
     """A sentence about the contestant with the shortest step, or about the two that may have it. other: see `rival`."""
+    second = sorted(rows, key=step_s)[1]
     own, theirs = seconds_text(step_s(first)), seconds_text(step_s(second))
     if overlap(first, second):
         names = f"{first['name']} and {second['name']} have the shortest steps, {own} and {theirs}"
         return f"{names}, and are too close to call: they overlap from round to round."
     how = f"{faster(step_s(other), step_s(first))} {other['name']} ({seconds_text(step_s(other))})"
-    return f"{first['name']} has the shortest step: {own}, {how}."
+    return f"{first['name']} has the shortest step: {own}, {how}{luck(rows)}."
 
 
 def by_target(
@@ -54,7 +58,16 @@ def by_target(
         return winner, f"{text}; no other contestant reaches it."
     other = rival(winner, others[0], reached, reference)
     how = f"{faster(minutes(other), minutes(winner))} {other['name']} ({minutes(other):.3g})"
-    return winner, f"{text}: {how}."
+    return winner, f"{text}: {how}{luck(rows)}."
+
+
+def luck(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The tail of a sentence that compares times of too few steps; empty where they are enough."""
+    counts = {seed["num_timed_steps"] for row in rows for seed in row["seeds"]}
+    if min(counts) >= FEW_TIMED:
+        return ""
+    timed = counted(max(counts), "timed step")
+    return f"; from {timed if len(counts) == 1 else f'{min(counts)} to {timed}'}, too few to tell"
 
 
 def bytes_sentence(winner: Mapping[str, Any], reference: Mapping[str, Any]) -> str:

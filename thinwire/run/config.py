@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from thinwire.errors import ConfigError, nearest_divisor
+from thinwire.errors import ConfigError, counted, nearest_divisor
 from thinwire.flags import Also, flag
 from thinwire.layout.mesh import MeshShape, go_together
 
@@ -190,14 +190,17 @@ class TrainConfig:
             shown = " ".join(f"{option} {ranks}" for option, ranks in several.values())
             without = ", or ".join(f"{option} 1" for option, _ in several.values())
             raise ConfigError(f"{shown}: one run can't have both; nearest: {without}")
-        left, of = self.world_size, "ranks"
+        left, of, others = self.world_size, "", dict[str, int]()
         for option, ranks in asked.values():
             if left % max(1, ranks):
                 most = most_stages(self.model, self.tables) if option == AXIS_FLAGS["pipeline"] else math.inf
-                near = nearest_divisor(ranks, left, most)
-                raise ConfigError(f"{option} {ranks}: must divide the {left} {of}; nearest: {option} {near}")
+                ways = [f"{option} {nearest_divisor(ranks, left, most)}"]
+                ways += [f"{other} 1" for other, taken in others.items() if left * taken % ranks == 0]
+                rest = "; a resume takes what no flag states from the run's configuration" if self.resume else ""
+                near = f"{', or '.join(ways)}{rest}"
+                raise ConfigError(f"{option} {ranks}: must divide the {counted(left, 'rank')}{of}; nearest: {near}")
             if ranks > 1:
-                left, of = left // ranks, f"ranks that {option} {ranks} leaves"
+                left, of, others = left // ranks, f" that {option} {ranks} leaves", {**others, option: ranks}
         cut = {axis: pair[1] for axis, pair in several.items()}
         size = math.prod(cut.values())
         if not cut or not self._has_islands:

@@ -64,7 +64,7 @@ def is_bare(options: Mapping[str, Any]) -> bool:
 def made_residency(options: Mapping[str, Any], tables: Tables) -> Residency:
     """The residency of these options. Raises ConfigError, whose flags have a prefix only where `tables` state them."""
     try:
-        return made(Residency, options)
+        return made(Residency, options, RESIDENCY)
     except ConfigError as error:
         problems = list(error.problems)
         for name in set(FLAT) - tables.get(RESIDENCY, {}).keys():

@@ -84,17 +84,17 @@ class Run:
         strategy = problems.note(standing_for, config, built)
         pipeline = sequence = experts = residency = None
         if PIPELINE in tables and not config.is_planned_late:
-            pipeline = problems.note(made, Pipeline, config.tables.get(PIPELINE, {}))
+            pipeline = problems.note(made, Pipeline, config.tables.get(PIPELINE, {}), PIPELINE)
         if SEQUENCE in tables:
             ranks = config.mesh_shape.sequence
             options = {**config.tables.get(SEQUENCE, {}), "parallel": ranks}
-            sequence = problems.note(made, SequenceParallel, options)
+            sequence = problems.note(made, SequenceParallel, options, SEQUENCE)
         if EXPERTS in tables:
             stated = config.tables.get(EXPERTS, {})
             # Until the ranks choose how many of them hold the experts, the fewest that can.
             is_open = config.finds_expert_ranks or (config.is_planned_late and config.experts is None)
             ranks = stated.get("slices", 1) if is_open else config.mesh_shape.expert
-            experts = problems.note(made, ExpertParallel, {**stated, "parallel": ranks})
+            experts = problems.note(made, ExpertParallel, {**stated, "parallel": ranks}, EXPERTS)
         if RESIDENCY in tables:
             residency = problems.note(residency_of, config)
         name = problems.note(optimizer_of, config, strategy, experts)

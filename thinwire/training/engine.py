@@ -209,6 +209,10 @@ class Engine:
         """The rows that routers have sent to experts in this step, on all ranks; empty without experts."""
         return self.model.row_counts.take() if isinstance(self.model, MoELlama) else RowLoad()
 
+    def take_teacher_loss(self) -> float:
+        """The teacher's part of the step's loss, over all ranks; 0 without a teacher. A collective."""
+        return 0.0 if self.distillation is None else self.optimizer.all_mean(self.distillation.take())
+
     def take_experts_s(self) -> float:
         """Seconds of the layers of experts that lie on several ranks, since the last call."""
         return 0.0 if self.stage.experts is None else self.stage.experts.watch.take()

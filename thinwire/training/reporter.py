@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from typing import Any
 from thinwire.cost.machine import starved
 from thinwire.data import printable
 from thinwire.errors import UnsavedError
+from thinwire.flags import LAB
 from thinwire.options import has_islands
 from thinwire.report import write_report
 from thinwire.report.machine import versions
@@ -156,6 +158,7 @@ class Reporter:
             "uncompressed_of": WHOLE_MODELS if self.shares_work else "",
             "strategy": self.config.strategy,
             "world_size": self.world_size,
+            "lab": os.environ.get(LAB, ""),
             "parameters": parameters,
             "device": device,
             "dtype": dtype,

@@ -273,6 +273,7 @@ class Trainer:
         if self.stop.reason:
             optimizer.request_stop()
         rows, experts_s = self.engine.take_row_load(), self.engine.take_experts_s()
+        teacher_loss = self.engine.take_teacher_loss()
         predicted_experts_s = self.ways.note(rows, experts_s) if self.ways is not None else 0.0
         # From here on all ranks know the loss, the norm of the gradient, and whether any rank wants to stop.
         grad_norm = float(self.stage.reduce())
@@ -297,7 +298,7 @@ class Trainer:
             teller.step(
                 account.metrics(
                     self.step, self.reporter, rows, lr=lr, grad_norm=grad_norm, forward_s=forward_s,
-                    experts_s=experts_s, predicted_experts_s=predicted_experts_s,
+                    experts_s=experts_s, predicted_experts_s=predicted_experts_s, teacher_loss=teacher_loss,
                 )
             )  # fmt: skip
         account.count_rows(rows)

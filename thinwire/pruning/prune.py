@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -221,6 +221,10 @@ class Call:
         return found[0] if isinstance(found, tuple) else found
 
 
+class Noted(Exception):
+    """Ends a forward: all that it passes to the layers is known."""
+
+
 def first_inputs(
     model: nn.Module, layers: list[tuple[str, nn.Module]], batches: Iterable[Tensor]
 ) -> tuple[list[Tensor], list[Call]]:
@@ -233,6 +237,8 @@ def first_inputs(
             calls[-1].given[number] = args[1:], kwargs
             if not number:
                 inputs.append(args[0])
+            if number == len(layers) - 1:
+                raise Noted
 
         return hook
 
@@ -242,7 +248,8 @@ def first_inputs(
             hooks.callback(layer.register_forward_pre_hook(note(number), with_kwargs=True).remove)
         for tokens in batches:
             calls.append(Call())
-            model(tokens, **options)
+            with suppress(Noted):
+                model(tokens, **options)
     if not inputs:
         raise ConfigError("there is no text to measure the inputs on: give at least one batch")
     return inputs, calls

@@ -136,7 +136,7 @@ def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None
         "sent_by": {"dispatch, inter": 666_667.0},
     }
     rows = [
-        row(n, experts_s=0.2 * (n < 3), predicted_experts_s=0.1 * (n == 2), needed_capacity=1.5, dropped_rows=0.125)
+        row(n, experts_s=0.2 * (n < 3), predicted_experts_s=0.1 * (n == 2), needed_capacity=1.5, dropped_rows=0.0)
         for n in (1, 2, 3)
     ]
     write_run(tmp_path, rows, SUMMARY | more)
@@ -150,9 +150,10 @@ def test_a_mixture_shows_its_load_its_bytes_and_its_ways(tmp_path: Path) -> None
         seconds = {"message_s": {"dispatch, inter": 0.25}, "predicted_message_s": {"dispatch, inter": 0.125}}
         metrics.write(json.dumps(sent | seconds) + "\n")
     assert "rows dropped" not in write_report(tmp_path).read_text()
-    (tmp_path / "config.toml").write_text("[moe]\ncapacity_factor = 1.25\n")
-    page = write_report(tmp_path).read_text()
-    assert "The capacity dropped 12.50% of the rows" in page and "part of rows dropped" in page
+    for stated in ("[moe]\ncapacity_factor = 1.25\n", "[experts]\ncapacity = 1.25\n"):
+        (tmp_path / "config.toml").write_text(stated)
+        page = write_report(tmp_path).read_text()
+        assert "The capacity dropped 0.00% of the rows" in page and "part of rows dropped" in page
     assert "thinwire lab --nodes 2 -- thinwire train" in page
     for title in ("Rows by expert", "Seconds in layers of experts", "Ways of rows to experts", "Messages of rank 0"):
         assert f"<h2>{title}</h2>" in page

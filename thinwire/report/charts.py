@@ -222,11 +222,13 @@ def load_figure(layers: Sequence[Sequence[float]]) -> Figure:
 def experts_figure(run: RunFiles) -> Figure:
     """Of a mixture of experts, what a capacity dropped and which one would have dropped nothing."""
     series, notes = [("needed_capacity", "factor needed", "rate")], ["A capacity of the factor needed drops no row."]
+    dropped, stated = [y for _, y in run.series("dropped_rows")], None
     with suppress(tomllib.TOMLDecodeError):
-        if tomllib.loads(run.config).get("moe", {}).get("capacity_factor"):
-            series.insert(0, ("dropped_rows", "part of rows dropped", "norm"))
-            dropped = _mean([y for _, y in run.series("dropped_rows")])
-            notes.insert(0, f"The capacity dropped {dropped:.2%} of the rows of all ranks and layers.")
+        tables = tomllib.loads(run.config)
+        stated = tables.get("moe", {}).get("capacity_factor") or tables.get("experts", {}).get("capacity")
+    if stated or any(dropped):
+        series.insert(0, ("dropped_rows", "part of rows dropped", "norm"))
+        notes.insert(0, f"The capacity dropped {_mean(dropped):.2%} of the rows of all ranks and layers.")
     return Figure("Rows of experts", [], over_steps(run, series), notes)
 
 

@@ -52,7 +52,7 @@ def test_a_worker_builds_the_strategy_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stated", [{"store": ""}, {"store": "", "memory": "1gb"}, {"memory": ""}])
 def test_an_empty_text_is_not_taken_for_nothing(stated: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"^(store|memory) ''"):
+    with pytest.raises(ConfigError, match=r"^--(store|memory) ''"):
         Run.of(TrainConfig(**stated))  # type: ignore[arg-type]
 
 

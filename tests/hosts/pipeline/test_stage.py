@@ -111,6 +111,7 @@ def gradients(rank: int, name: str) -> Any:
     tokens, targets = batches(1, 1)[0]
     forward = float(whole(tokens, targets)), whole(tokens).numpy()
     if name == "auto 4":
+        stage.update()
         # The second step's times choose again, and the row and the prediction name what runs.
         own.forward_backward(batches(1, num))
         mode = mode_of(own.plans.runner(num).plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -113,24 +113,8 @@ def zero(
     ranks = open_ranks(
         axis, group=group, local_size=local_size, timeout_s=timeout_s, checked=checked, meter=meter_of(model)
     )
-    comms, numbers = [ranks.comm], dict[tuple[int, ...], int]()
     group_for = group_for or (axis.group_for if axis is not None else None)
-
-    def group_of(name: str, tensor: Tensor) -> int:
-        special = group_for(name, tensor) if group_for is not None else None
-        if special is None:
-            return 0
-        members = tuple(ranks_of(special))
-        if members not in numbers:
-            numbers[members] = len(comms)
-            inside = [ranks.comm.global_ranks.index(rank) for rank in members]
-            own = along(ranks.comm.topology, inside)
-            comms.append(
-                Communicator(members, local_size=own, timeout_s=timeout_s, checked=checked, meter=ranks.comm.meter)
-            )
-        return numbers[members]
-
-    chosen = {name: group_of(name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    comms, chosen = _groups(model, ranks.comm, group_for, timeout_s=timeout_s, checked=checked)
     levels = [method.levels(own.topology) for own in comms]
     if any(own.weights_over > 1 for own in levels):
         _check_cut(method, named, levels)
@@ -160,6 +144,25 @@ def zero(
     if announce and ranks.comm.rank == 0:
         announce_table(sharded.describe())
     return model, sharded
+
+
+def _groups(
+    model: nn.Module, main: Communicator, group_for: Callable[[str, Tensor], PartGroup] | None, **options: Any
+) -> tuple[list[Communicator], dict[str, int]]:
+    """The main group and those of `group_for`, and the number of each parameter's and buffer's group among them."""
+    comms, numbers, chosen = [main], dict[tuple[int, ...], int](), dict[str, int]()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        special = group_for(name, tensor) if group_for is not None else None
+        if special is None:
+            chosen[name] = 0
+            continue
+        members = tuple(ranks_of(special))
+        if members not in numbers:
+            numbers[members] = len(comms)
+            own = along(main.topology, [main.global_ranks.index(rank) for rank in members])
+            comms.append(Communicator(members, local_size=own, meter=main.meter, **options))
+        chosen[name] = numbers[members]
+    return comms, chosen
 
 
 def _residence(

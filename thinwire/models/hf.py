@@ -36,6 +36,8 @@ class HFCausalLM(nn.Module):
         self.model = model
         self.max_seq_len = max_seq_len
         self.gather: Callable[[Tensor], Tensor] | None = None
+        # Asked for in each forward.
+        self._has_routers = has_routers(model)
 
     @property
     def num_parameters(self) -> int:
@@ -70,7 +72,7 @@ class HFCausalLM(nn.Module):
 
     @property
     def _stated_weight(self) -> float:
-        if not hasattr(self.model.config, "output_router_logits") or not has_routers(self.model):
+        if not self._has_routers or not hasattr(self.model.config, "output_router_logits"):
             return 0.0
         stated = (getattr(of, name, None) for of in (self.model.config, self.model) for name in WEIGHTS)
         return next((float(weight) for weight in stated if weight is not None), 0.0)

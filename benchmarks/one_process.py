@@ -33,6 +33,7 @@ from thinwire.collectives import Communicator
 from thinwire.collectives.elastic import Membership
 from thinwire.collectives.exchange import Members
 from thinwire.collectives.link import Link
+from thinwire.collectives.meter import Meter, TimedBlock
 from thinwire.collectives.peers import WorldPeers
 from thinwire.collectives.rounds import Rounds
 from thinwire.data import BatchLoader, heldout_batches
@@ -152,12 +153,29 @@ class World:
         return results
 
 
+class ProcessorBlock(TimedBlock):
+    """Counts a thread's processor time: whoever runs alone never waits, but other programs may take its processor."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self.start_s = time.thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        self.meter.add(self.kind, self.job, self.start_s, time.thread_time())
+
+
+class ProcessorMeter(Meter):
+    def timed(self, kind: str, job: str = "") -> TimedBlock:
+        return ProcessorBlock(self, kind, job)
+
+
 class LocalCommunicator(Communicator):
     """One rank's communicator in a World."""
 
     def __init__(self, world: World, rank: int, local_size: int) -> None:
         members = Members(LocalGroup(world.messages, rank), list(range(world.world_size)), rank)
-        super().__init__(members, local_size=local_size)
+        super().__init__(members, local_size=local_size, meter=ProcessorMeter())
         self.world = world
 
     def submit(self, job: Callable[[Link], Rounds[T]], *, urgent: bool = False) -> Future[T]:
@@ -174,7 +192,7 @@ class Trained:
     """losses: the mean over ranks of every step's; sent_bytes: by a rank in a step, once compression has begun.
 
     sent: bytes that rank 0 had sent at the end of every step, by its meter. compute_s: a rank's processor time of a
-    step, codecs included, the mean over ranks and steps.
+    step, codecs included, the mean over ranks and steps; codec_s: that of packing and unpacking alone.
     """
 
     losses: list[float]
@@ -182,6 +200,7 @@ class Trained:
     sent_bytes: int
     sent: list[int]
     compute_s: float
+    codec_s: float
 
 
 class LocalDDP:
@@ -303,8 +322,8 @@ def train(config: TrainConfig) -> Trained:
     corpus, world = Corpus.of(config), World(config.workers)
     ranks = world.run(lambda rank: _train(run, corpus, world, rank))
     heldout = sum(trained.heldout_loss for trained, _ in ranks) / sum(num_sequences for _, num_sequences in ranks)
-    compute_s = sum(trained.compute_s for trained, _ in ranks) / len(ranks)
-    return replace(ranks[0][0], heldout_loss=heldout, compute_s=compute_s)
+    compute_s, codec_s = (sum(getattr(one, name) for one, _ in ranks) / len(ranks) for name in ("compute_s", "codec_s"))
+    return replace(ranks[0][0], heldout_loss=heldout, compute_s=compute_s, codec_s=codec_s)
 
 
 def _train(run: Run, corpus: Corpus, world: World, rank: int) -> tuple[Trained, int]:
@@ -343,7 +362,9 @@ def _train(run: Run, corpus: Corpus, world: World, rank: int) -> tuple[Trained, 
         sent.append(optimizer.meter.snapshot().sent_bytes - before)
     optimizer.finish()
     compute_s = (time.thread_time() - first_s) / config.steps
-    sent[-1] = optimizer.meter.snapshot().sent_bytes - before
+    counted = optimizer.meter.snapshot()
+    codec_s = (counted.encode_s + counted.decode_s) / config.steps
+    sent[-1] = counted.sent_bytes - before
     optimizer.check_replicas()
     model.eval()
     heldout, num_sequences = 0.0, 0
@@ -354,7 +375,7 @@ def _train(run: Run, corpus: Corpus, world: World, rank: int) -> tuple[Trained, 
         ):  # fmt: skip
             heldout += float(model(tokens, targets)) * len(tokens)
             num_sequences += len(tokens)
-    return Trained(losses, heldout, optimizer.bytes_per_step, sent, compute_s), num_sequences
+    return Trained(losses, heldout, optimizer.bytes_per_step, sent, compute_s, codec_s), num_sequences
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ import thinwire
 from tests.methods.test_compressed import Matrices, gradients
 from tests.workers import run_workers
 from thinwire.codecs.backends import without_kernels
+from thinwire.codecs.cosines import turns
 from thinwire.collectives import Topology
 from thinwire.errors import ConfigError, Problems
 from thinwire.launch.prepare import prepare
@@ -143,23 +144,40 @@ def round_trip(method: DeMo, x: Tensor) -> Tensor:
 
 
 def test_blocks_come_back() -> None:
-    for shape in ((7, 513), (64, 128), (29,), (3, 16, 12), (4, 3, 5, 5), (0, 4), (2, 0)):
+    for chunk, shape in (
+        (64, (7, 513)), (64, (64, 128)), (64, (29,)), (64, (3, 16, 12)), (64, (4, 3, 5, 5)), (64, (0, 4)), (64, (2, 0)),
+        (256, (2 * 67, 12)),
+    ):  # fmt: skip
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        blocks = to_blocks(x, 64, torch.empty(x.numel()))
+        blocks = to_blocks(x, chunk, torch.empty(x.numel()))
         torch.testing.assert_close(from_blocks(blocks, torch.empty(shape)), x, rtol=0, atol=3e-6)
-        torch.testing.assert_close(from_blocks(blocks, x.clone(), subtract=True), 0 * x, rtol=0, atol=3e-6)
+        torch.testing.assert_close(from_blocks(blocks, x.clone(), how="subtract"), 0 * x, rtol=0, atol=3e-6)
         torch.testing.assert_close(blocks.norm(), x.norm(), rtol=1e-5, atol=0)
         with without_kernels():
-            torch.testing.assert_close(to_blocks(x, 64, torch.empty(x.numel())), blocks, rtol=0, atol=3e-6)
+            torch.testing.assert_close(to_blocks(x, chunk, torch.empty(x.numel())), blocks, rtol=0, atol=3e-6)
             torch.testing.assert_close(from_blocks(blocks, torch.empty(shape)), x, rtol=0, atol=3e-6)
-            torch.testing.assert_close(from_blocks(blocks, x.clone(), subtract=True), 0 * x, rtol=0, atol=3e-6)
+            torch.testing.assert_close(from_blocks(blocks, x.clone(), how="subtract"), 0 * x, rtol=0, atol=3e-6)
+
+
+def test_turns_are_the_transform() -> None:
+    for size in (*range(1, 65), 128, 252):
+        pairs, factors, places = turns(size).arrays
+        x = torch.eye(size, dtype=torch.float64).numpy()
+        for pair, both in zip(pairs.reshape(-1, 2), factors.reshape(-1, 2, 2), strict=True):
+            x[pair] = both.astype("float64") @ x[pair]
+        torch.testing.assert_close(torch.from_numpy(x[places]), cosines(size), rtol=0, atol=2e-7)
 
 
 def test_damage_fills_its_block() -> None:
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    whole = from_blocks(to_blocks(x, 64, torch.empty(x.numel())), torch.empty(64, 128), how="sign")
+    assert torch.equal(whole, x.sign())
     x[3, 70] = torch.nan
-    back = from_blocks(to_blocks(x, 64, torch.empty(x.numel())), torch.empty(64, 128))
-    assert back[:, 64:].isnan().all() and back[:, :64].isfinite().all()
+    blocks = to_blocks(x, 64, torch.empty(x.numel()))
+    for back in (from_blocks(blocks, torch.empty(64, 128), how=how) for how in ("set", "sign")):
+        assert back[:, 64:].isnan().all() and back[:, :64].isfinite().all()
+    with without_kernels():
+        assert from_blocks(blocks, torch.empty(64, 128), how="sign")[:, 64:].isnan().all()
 
 
 def test_blocks_do_not_leave_their_matrix() -> None:
@@ -211,5 +229,5 @@ def test_the_transforms_are_compiled_before_a_run(tmp_path: Path, monkeypatch: p
         compiled.append(set(called))
         called.clear()
     x = torch.zeros(12, 54)
-    from_blocks(to_blocks(x, 64, torch.empty(x.numel())), x, subtract=True)
+    from_blocks(to_blocks(x, 64, torch.empty(x.numel())), x, how="subtract")
     assert len(called) == 2 and compiled == [called, called]

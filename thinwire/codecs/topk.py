@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from thinwire.codecs.spelling import Number, percent_of, share_of, spelled
 from thinwire.errors import check_types
 
 BF16 = Cast("bf16")
+# Tensors have few lengths, and what follows from a length takes as long as the codec of a small tensor.
+LENGTHS_KEPT = 1024
 
 
 @spelled(Number("density", "topk", "%", share_of, percent_of, optional=True), group="group", values="values")
@@ -80,6 +83,7 @@ class TopK(Fused):
         tail = num_elements % self.group
         return indices.layout(self.group, self.count), indices.layout(tail, indices.places(tail, self.density))
 
+    @functools.lru_cache(maxsize=LENGTHS_KEPT)  # noqa: B019 - codecs are few, and equal ones share
     def _sections(self, num_elements: int) -> tuple[int, int, int]:
         """(values that travel, bytes of the whole groups' indices, bytes of all indices)."""
         whole, tail = self._layouts(num_elements)
@@ -116,6 +120,7 @@ class TopK(Fused):
         """(stride, density, seed, counter) of the threshold's sample; stride 0 for none."""
         return 0, self.density, np.uint64(0), np.uint64(0)
 
+    @functools.lru_cache(maxsize=LENGTHS_KEPT)  # noqa: B019 - codecs are few, and equal ones share
     def _layout_table(self, num_elements: int) -> np.ndarray:
         """The two layouts as the kernels read them; last, how many elements a threshold must let through."""
         rows = [[*layout, self._least(layout.num)] for layout in self._layouts(num_elements)]

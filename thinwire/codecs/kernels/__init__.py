@@ -1,6 +1,7 @@
 """numba kernels for CPU: one pass over memory, the GIL released, results bit-equal to the plain PyTorch versions.
 
-All but `cosines`, which is equal within rounding: there a product and a sum are one instruction, and sums are folded.
+All but `cosines`, which is equal within rounding: there a product and a sum are one instruction, and
+sums have another order.
 
 They work group by group in scratch that stays in the first-level cache. Three habits make them vectorise: a
 group's maximum is an integer maximum over the floats' bits, adding 1.5 * 2^23 rounds a float to even and

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.codecs import Codec, TopK
-from thinwire.codecs.cosines import from_coefficients, to_coefficients
+from thinwire.codecs.cosines import How, from_coefficients, to_coefficients
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
 from thinwire.collectives.rounds import Rounds
@@ -118,25 +118,26 @@ class SignMean(Reduction):
         message = torch.empty(sum(sizes), dtype=torch.uint8)
         held = {name: self.momentum[name] for name in grads}
         fresh = {name: torch.add(grad, held[name], alpha=self.method.beta).contiguous() for name, grad in grads.items()}
-        # One parameter after another uses them, so that they stay in cache.
-        work = link.scratch("blocks", 2, max(grad.numel() for grad in bucket.grads), dtype=torch.float32)
+        # One parameter after another uses it, so that it stays in cache.
+        work = link.scratch("blocks", max(grad.numel() for grad in bucket.grads), dtype=torch.float32)
         with link.timed("encode_s", OPERATION):
             for momentum, packet in zip(fresh.values(), message.split(sizes), strict=True):
-                codec, flat = codec_of_shape(self.method, momentum.shape), work[0, : momentum.numel()]
+                codec, flat = codec_of_shape(self.method, momentum.shape), work[: momentum.numel()]
                 blocks = to_blocks(momentum, self.method.chunk, flat)
                 codec.encode(flat, out=packet)
                 codec.decode(packet, flat.numel(), out=flat)
-                from_blocks(blocks, momentum, subtract=True)
+                from_blocks(blocks, momentum, how="subtract")
         gathered = yield from all_gather_packets(link, message, OPERATION)
         with link.timed("decode_s", OPERATION):
             packets = gathered.flatten(0, 1).split(sizes, dim=-1)
             for grad, parts in zip(grads.values(), packets, strict=True):
-                codec, (total, update) = codec_of_shape(self.method, grad.shape), work[:, : grad.numel()].unbind()
+                codec, total = codec_of_shape(self.method, grad.shape), work[: grad.numel()]
                 codec.decode_sum(parts.unbind(), total.zero_(), add=True)
                 blocks = total.view(-1, *block_sides(grad.shape, self.method.chunk)[::-1])
-                from_blocks(blocks, update := update.view(grad.shape))
-                # torch's sign of NaN is 0, which would hide the damage.
-                grad.copy_(update.sign().add_(update, alpha=0.0))
+                update = grad if grad.is_contiguous() else grad.contiguous()
+                from_blocks(blocks, update, how="sign")
+                if update is not grad:
+                    grad.copy_(update)
         for name, momentum in fresh.items():
             self.momentum[name] = momentum
 
@@ -177,6 +178,6 @@ def to_blocks(x: Tensor, chunk: int, out: Tensor) -> Tensor:
     return to_coefficients(x.contiguous(), block_sides(x.shape, chunk), sides(x.shape)[-1], out)
 
 
-def from_blocks(blocks: Tensor, out: Tensor, *, subtract: bool = False) -> Tensor:
-    """out = the tensor that has these coefficients, or out -= it; contiguous."""
-    return from_coefficients(blocks, out, sides(out.shape)[-1], subtract=subtract)
+def from_blocks(blocks: Tensor, out: Tensor, *, how: How = "set") -> Tensor:
+    """See `from_coefficients`; out: contiguous."""
+    return from_coefficients(blocks, out, sides(out.shape)[-1], how=how)

@@ -323,7 +323,10 @@ def test_a_run_is_expanded(runs: Runs, tmp_path: Path, name: str, capsys: pytest
     hidden = {"zero": 96, "qwen": 48}[name]
     sizes = ["--hidden-size", str(hidden), "--layers", "4", "--sequences", "4"]
     assert cli.run(["expand", runs.path(name), "--to", str(tmp_path / "large"), *sizes]) == 0
-    before, after = capsys.readouterr().out.partition("; loss ")[2].split("\n")[0].split(" before, ")
+    said = capsys.readouterr().out
+    limit = {"zero": 32, "qwen": 64}[name]
+    assert f"train it: thinwire train --model hf:{tmp_path / 'large'} --seq-len {limit}, with" in said
+    before, after = said.partition("; loss ")[2].split("\n")[0].split(" before, ")
     assert before == after.removesuffix(" after")
     large: Any = build_model(f"hf:{tmp_path / 'large'}", 256, 32).model
     assert large.config.hidden_size == hidden and large.config.num_hidden_layers == 4

@@ -29,13 +29,14 @@ def run_import(args: Sequence[str]) -> int:
     """Write the folder and say what was found."""
     config = read(ImportConfig, args)
     from thinwire.convert.foreign import import_checkpoint
+    from thinwire.convert.origin import training_command
 
     done = import_checkpoint(config)
     print(
         f"{config.folder}: {done.architecture}, {short(done.num_parameters)} parameters in {done.num_tensors} tensors "
         f"of fp32, from {config.source} ({done.format})"
     )
-    print(f"train it: thinwire train --model hf:{config.folder}")
+    print(f"train it: {training_command(config.folder)}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from thinwire.data import Tokenizer, heldout_batches, load_tokenizer, prepare
 from thinwire.errors import ConfigError
 from thinwire.models.hf import HFCausalLM, longest, look_into
 from thinwire.models.kept import PACKED, read_packed
+from thinwire.run.config import DEFAULTS
 
 FOLDER = "hf:"
 LONGEST, MICRO_BATCH = 256, 4
@@ -131,6 +133,20 @@ class SavedModel:
 
     def write_tokenizer(self, folder: Path) -> None:
         write_tokenizer(self.run.config.tokenizer, self.run.config.seq_len, folder)
+
+
+def training_command(folder: str) -> str:
+    """The command that trains a folder of transformers, with flags where defaults do not fit it."""
+    path, words = Path(folder), ["thinwire", "train", "--model", f"{FOLDER}{folder}"]
+    usual = load_tokenizer(DEFAULTS.tokenizer).vocab_size
+    if (path / "tokenizer.json").is_file() and load_tokenizer(folder).vocab_size != usual:
+        words += ["--tokenizer", folder]
+    settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    # GPT-2's name for it is the older one.
+    limit = settings.get("max_position_embeddings") or settings.get("n_positions") or DEFAULTS.seq_len
+    if limit < DEFAULTS.seq_len:
+        words += ["--seq-len", str(limit)]
+    return shlex.join(words)
 
 
 def load_folder(folder: Path) -> HFCausalLM:

@@ -15,6 +15,7 @@ DECAY = 0.6
 def run_expand(args: Sequence[str]) -> int:
     """Write the folder, and say how well it agrees with the small model and how to train it."""
     config = read(args)
+    from thinwire.convert.origin import training_command
     from thinwire.expansion.expand import expand
 
     done = expand(**asdict(config))
@@ -32,7 +33,7 @@ def run_expand(args: Sequence[str]) -> int:
             f"{done.unrounded:.2g}, so the rest is rounding"
         )
     print(
-        f"train it: thinwire train --model hf:{config.to}, with the highest learning rate and the warm-up that a model "
-        f"of this size takes from scratch, and about {DECAY} of its steps (--steps): the decay is that much shorter"
+        f"train it: {training_command(config.to)}, with the highest learning rate and the warm-up that a model of this "
+        f"size takes from scratch, and about {DECAY} of its steps (--steps): the decay is that much shorter"
     )
     return 0

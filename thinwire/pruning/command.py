@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from thinwire.errors import first_few
@@ -12,6 +11,7 @@ from thinwire.pruning.options import read
 def run_prune(args: Sequence[str]) -> int:
     """Write the folder, and say what pruning cost."""
     config = read(args)
+    from thinwire.convert.origin import training_command
     from thinwire.pruning.folder import write_pruned
 
     done = write_pruned(config)
@@ -22,5 +22,5 @@ def run_prune(args: Sequence[str]) -> int:
     if done.pruned.unused:
         print(f"no token reached these experts, pruned by magnitude: {first_few(done.pruned.unused)}")
     print(f"held-out loss {done.before:.4f} before, {done.after:.4f} after")
-    print(f"train what is left: thinwire train {shlex.join(done.flags)}; zeros stay zero, and are not sent")
+    print(f"train what is left: {training_command(config.out)}; zeros stay zero, and are not sent")
     return 0

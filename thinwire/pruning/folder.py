@@ -14,24 +14,21 @@ from thinwire.convert.export import write_model
 from thinwire.convert.foreign import copy_tokenizer
 from thinwire.convert.origin import Folder, ModelOrigin, SavedModel, load_folder, open_origin
 from thinwire.convert.verify import UnfaithfulError
-from thinwire.data import Tokenizer, load_tokenizer
 from thinwire.errors import ConfigError
-from thinwire.models.hf import HFCausalLM, longest
+from thinwire.models.hf import HFCausalLM
 from thinwire.models.kept import MASKS, PACKED, masks_in, write_packed
 from thinwire.pruning.masks import check
 from thinwire.pruning.options import PruneConfig
 from thinwire.pruning.prune import Pruned, prune
-from thinwire.run.config import DEFAULTS
 
 
 @dataclass(frozen=True)
 class Written:
-    """Result of the command: what was pruned, the held-out loss before and after, in nats, and flags to train it."""
+    """Result of the command: what was pruned, and the held-out loss before and after, in nats."""
 
     pruned: Pruned
     before: float
     after: float
-    flags: tuple[str, ...]
 
 
 def write_pruned(config: PruneConfig) -> Written:
@@ -58,17 +55,7 @@ def write_pruned(config: PruneConfig) -> Written:
         weights: dict[str, Any] = dict(again.model.named_parameters())
         if odd := [name for name, mask in pruned.masks.items() if bool(weights[name].detach()[~mask].any())]:
             raise UnfaithfulError(f"{odd[0]} has other zeros when it is loaded again; the folder was deleted")
-        return Written(pruned, before, loss_of(again, origin, config), flags_of(config, again, origin.tokenizer))
-
-
-def flags_of(config: PruneConfig, model: HFCausalLM, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The flags of `thinwire train` that train the folder, where defaults do not fit it."""
-    flags = ["--model", f"hf:{config.out}"]
-    if tokenizer.vocab_size != load_tokenizer(DEFAULTS.tokenizer).vocab_size:
-        flags += ["--tokenizer", config.out]
-    if (limit := longest(model.model.config) or DEFAULTS.seq_len) < DEFAULTS.seq_len:
-        flags += ["--seq-len", str(limit)]
-    return tuple(flags)
+        return Written(pruned, before, loss_of(again, origin, config))
 
 
 def unpack(folder: str | Path, out: str | Path) -> None:

@@ -390,6 +390,7 @@ def test_a_mixtral_folder_is_pruned_loaded_and_trained(
         ({"sparsity": 1.0}, "must be above 0 and below 1; nearest: 0.99"),
         ({"sparsity": 50}, "--sparsity 50: must be above 0 and below 1; nearest: 0.5"),
         ({"pattern": "2:4", "sparsity": 0.7}, "the pattern 2:4 has 0.5, which is the nearest"),
+        ({"sparsity": 0.01}, "--sparsity 0.01: removes no weight, since the longest rows have 24; nearest: 0.0416667"),
     ],
 )
 def test_what_can_not_be_pruned_is_said(options: dict[str, Any], message: str) -> None:

@@ -105,6 +105,7 @@ def _read_option(spelling: Spelling, head: str, option: str) -> dict[str, Any]:
         raise ConfigError(f"':{option}' can't be read: a group follows a '/'; did you mean '{head}/{option}'?")
     forms = spelling.option_forms()
     hint = nearest(option, forms) if forms else f"; did you mean {head!r}?"
+    hint += ", or another codec for its values" if spelling.values else ""
     raise ConfigError(f"':{option}' can't be read: {head} has no such option{hint}")
 
 

@@ -113,7 +113,7 @@ class Spelling:
     def option_forms(self) -> list[str]:
         """The texts that may follow a ":"."""
         own = [form for option in self.options for form in option.forms(self.defaults[option.field])]
-        return [*own, *([str(self.defaults[self.values]), "CODEC"] if self.values else [])]
+        return [*own, *([str(self.defaults[self.values])] if self.values else [])]
 
     def head_text(self, fields: Mapping[str, Any]) -> str:
         return self.head if isinstance(self.head, str) else self.head.text(fields[self.head.field])

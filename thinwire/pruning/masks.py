@@ -35,13 +35,19 @@ def mask_of(score: Tensor, pattern: str, sparsity: float) -> Tensor:
     """
     if pattern == "2:4":
         return lowest(score.unflatten(-1, (-1, GROUP)), GROUP_DROPS).logical_not().flatten(-2)
-    return lowest(score, int(sparsity * score.shape[-1] + 1e-9)).logical_not()
+    return lowest(score, num_removed(score.shape[-1], sparsity)).logical_not()
 
 
 def lowest(score: Tensor, num: int) -> Tensor:
     """Whether an entry is one of the `num` lowest along the last dimension."""
     order = score.argsort(dim=-1, stable=True)[..., :num]
     return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, True)
+
+
+def num_removed(width: int, sparsity: float) -> int:
+    """floor(sparsity * width), of a row."""
+    # 1 / width, printed with six digits, may be a little below.
+    return int(sparsity * width + 1e-5)
 
 
 def check(method: str, pattern: str, sparsity: float, rounds: int = 1) -> None:

@@ -18,7 +18,7 @@ from thinwire.codecs.random import named_seed, uniform
 from thinwire.errors import ConfigError
 from thinwire.hosts.ranks import Spread, spread_over
 from thinwire.pruning.curvature import gradients, in_groups, operate
-from thinwire.pruning.masks import check, check_width, mask_of, scores
+from thinwire.pruning.masks import check, check_width, mask_of, num_removed, scores
 
 # Parts of a layer that choose experts.
 ROUTERS = {"gate", "router", "shared_expert_gate"}
@@ -97,7 +97,7 @@ def prune(
     batches, spread = list(batches), spread_over(model)
     if spread is not None:
         check_equally_many(spread, len(batches))
-    check_targets(layers, pattern, {} if spread is None else spread.shapes)
+    check_targets(layers, pattern, sparsity, {} if spread is None else spread.shapes)
     done = Pruned()
     with evaluating(model):
         inputs, calls = first_inputs(model, layers, batches)
@@ -137,13 +137,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def check_targets(layers: list[tuple[str, nn.Module]], pattern: str, shapes: Mapping[str, torch.Size]) -> None:
+def check_targets(
+    layers: list[tuple[str, nn.Module]], pattern: str, sparsity: float, shapes: Mapping[str, torch.Size]
+) -> None:
     """Raise ConfigError for layers that can't be pruned, before any is changed. shapes: of what lies in parts."""
+    widest = 0
     for prefix, layer in layers:
         with ExitStack() as hooks:
             for target in watched(layer, prefix, hooks, is_gated=False):
                 shape = shapes.get(target.name, target.weight.shape)
-                check_width(target.name, shape[-2 if target.is_transposed else -1], pattern)
+                width = shape[-2 if target.is_transposed else -1]
+                check_width(target.name, width, pattern)
+                widest = max(widest, width)
+    if widest and not num_removed(widest, sparsity):
+        rule = f"removes no weight, since the longest rows have {widest}"
+        raise ConfigError(f"--sparsity {sparsity:g}: {rule}; nearest: {1 / widest:.6g}")
 
 
 def check_equally_many(ranks: Spread, num_batches: int) -> None:

@@ -33,7 +33,7 @@ class SequenceParallel:
         with problems.collect():
             check_types(self)
             if self.parallel < 1:
-                raise ConfigError(f"parallel {self.parallel}: a sequence has at least 1 rank; nearest: 1")
+                raise ConfigError(f"parallel {self.parallel}: must be at least 1; nearest: 1")
             if self.method != AUTO:
                 SequenceLayout.parse(self.method, self.parallel)
         for name in ("wire", "gradients"):

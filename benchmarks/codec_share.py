@@ -11,6 +11,7 @@ left out, and so are islands that exchange more rarely than every 30 steps.
 from __future__ import annotations
 
 import argparse
+import gc
 from dataclasses import replace
 
 import torch
@@ -37,6 +38,8 @@ def steps_between(config: TrainConfig) -> int | None:
 def seconds(config: TrainConfig, steps: int) -> tuple[float, float]:
     """Processor seconds of a rank in a run of so many steps: all, and those of codecs."""
     found = train(replace(config, steps=steps))
+    # Models and their optimizers refer to each other.
+    gc.collect()
     return found.compute_s * steps, found.codec_s * steps
 
 

@@ -42,7 +42,7 @@ from one_process import train as train_here
 from readme_table import with_table
 
 from thinwire.errors import ConfigError
-from thinwire.report.frontier import LEAST_STEPS, RATES, RECORDED, Outcome, beaten, frontier_svg
+from thinwire.report.frontier import LEAST_STEPS, RATES, RECORDED, beaten, frontier_svg, recorded_outcomes
 from thinwire.report.run import RunFiles, read_run
 from thinwire.report.units import bytes_text
 from thinwire.run.config import TrainConfig
@@ -275,7 +275,7 @@ def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
         until = mean_if_all([steps_to(own[seed], targets[seed]) for seed in seeds], steps)
         found.append({
             "model": model, "steps": steps, "methods": len(METHODS), "method": name, "text": METHODS[name], "lr": lr,
-            "seeds": len(seeds),
+            "seeds": len(seeds), "losses": {str(seed): own[seed]["heldout_loss"] for seed in seeds},
             "loss": statistics.fmean(losses), "loss_error": standard_error(losses),
             "gap": statistics.fmean(gaps), "gap_error": standard_error(gaps),
             "sent_bytes": statistics.fmean(own[seed]["curve"][-1][2] for seed in seeds), "minutes": minutes,
@@ -308,7 +308,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     head += [f"at {rate / 1e6:g} Mbit/s" for rate in RATES]
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * len(head)
-    grey = beaten(outcomes(found))
+    grey = beaten(recorded_outcomes(found))
     for row in sorted(found, key=lambda row: -row["sent_bytes"]):
         is_exact, is_one = row["method"] == EXACT, row["seeds"] == 1
         gap = f"{row['gap']:+.2%}" + ("" if is_one else f" ± {row['gap_error']:.2%}")
@@ -321,14 +321,6 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{row['lr']:g}{star}", str(row["seeds"]), loss, "" if is_exact else gap, *minutes,
         ]  # fmt: skip
         yield "| " + " | ".join(cells) + " |"
-
-
-def outcomes(found: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-    """Losses that can be compared though methods have other seeds: the exact mean and the gap to it, paired by seed."""
-    exact = found[0]["loss"]
-    return [
-        Outcome(row["method"], row["sent_bytes"], exact * (1 + row["gap"]), exact * row["gap_error"]) for row in found
-    ]
 
 
 def best_tables(model: str, runs: Runs) -> list[list[dict[str, Any]]]:
@@ -350,7 +342,7 @@ def report(runs: Runs) -> None:
         recorded += [row for found in tables[:1] for row in found]
         for found, name in zip(tables, (f"frontier-{model}.svg", f"frontier-{model}-short.svg"), strict=False):
             steps = found[0]["steps"]
-            (ROOT / "docs" / name).write_text(frontier_svg(outcomes(found)))
+            (ROOT / "docs" / name).write_text(frontier_svg(recorded_outcomes(found)))
             parts += [
                 f"### {model}, {steps:,} steps, {len(found)} of {len(METHODS)} methods", "",
                 f"![Held-out loss over bytes sent]({name})", "",

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import singledispatch
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -322,8 +323,10 @@ def train(config: TrainConfig) -> Trained:
     corpus, world = Corpus.of(config), World(config.workers)
     ranks = world.run(lambda rank: _train(run, corpus, world, rank))
     heldout = sum(trained.heldout_loss for trained, _ in ranks) / sum(num_sequences for _, num_sequences in ranks)
+    # Each island knows its own loss only; of the others all ranks know the mean.
+    losses = [fmean(step) for step in zip(*(one.losses for one, _ in ranks), strict=True)]
     compute_s, codec_s = (sum(getattr(one, name) for one, _ in ranks) / len(ranks) for name in ("compute_s", "codec_s"))
-    return replace(ranks[0][0], heldout_loss=heldout, compute_s=compute_s, codec_s=codec_s)
+    return replace(ranks[0][0], losses=losses, heldout_loss=heldout, compute_s=compute_s, codec_s=codec_s)
 
 
 def _train(run: Run, corpus: Corpus, world: World, rank: int) -> tuple[Trained, int]:

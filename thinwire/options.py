@@ -156,8 +156,10 @@ def made(make: Callable[..., T], options: Mapping[str, Any], table: str | None) 
             result = make(**left)
             break
         except ConfigError as error:
-            wrong = [name for name in left if any(text.startswith((f"{name} ", f"{name}:")) for text in error.problems)]
-            problems.messages += [by_flag(text, wrong, table) for text in error.problems]
+            # What is said of an option without which `make` was called is said of its default.
+            texts = [text for text in error.problems if named_first(text, options.keys() - left.keys()) is None]
+            wrong = [name for name in left if any(named_first(text, [name]) for text in texts)]
+            problems.messages += [by_flag(text, wrong, table) for text in texts]
             if not wrong:
                 problems.raise_any()
             left = {name: value for name, value in left.items() if name not in wrong}
@@ -165,9 +167,14 @@ def made(make: Callable[..., T], options: Mapping[str, Any], table: str | None) 
     return result
 
 
+def named_first(text: str, names: Iterable[str]) -> str | None:
+    """The one of `names` with which a message begins."""
+    return next((name for name in names if text.startswith((f"{name} ", f"{name}:"))), None)
+
+
 def by_flag(text: str, names: Iterable[str], table: str | None) -> str:
     """A message that begins with one of the `names`, with the flag of that option instead."""
-    name = next((name for name in names if text.startswith((f"{name} ", f"{name}:"))), None)
+    name = named_first(text, names)
     if name is None:
         return text
     value = re.sub(r"^ '([^'\s]+)'( of \w+)?(?=[: ])", r" \1", text.removeprefix(name))

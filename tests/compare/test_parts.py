@@ -36,7 +36,7 @@ from thinwire.compare.table import Board
 from thinwire.compare.watch import LegWatch, MetricsTail
 from thinwire.errors import ConfigError, Problems
 from thinwire.lab import Counters, LabSpec
-from thinwire.report.run import RunFiles
+from thinwire.report.run import RunFiles, mean_losses, read_run
 from thinwire.run.config import TrainConfig
 
 
@@ -385,6 +385,14 @@ def test_smoothed_loss_and_the_step_at_which_it_reaches_a_target() -> None:
     assert first_at_most(losses, 4.0, 2) == 2, "a window that is not full decides nothing"
     assert first_at_most(losses, 0.1, 2) is None
     assert first_at_most(smoothed([1.0, math.nan, 1.0, 1.0], 2), 1.0, 2) == 4
+
+
+def test_the_loss_of_islands_is_the_mean_over_those_that_took_the_step(tmp_path: Path) -> None:
+    for folder, losses in (("", (4.0, 2.0, 3.0)), ("island-1", (2.0, 1.0)), ("island-2", (0.0, 3.0, 5.0))):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
+        (tmp_path / folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert mean_losses(read_run(tmp_path)) == {1: 2.0, 2: 2.0, 3: 4.0}
 
 
 def test_bytes_per_step_are_the_median_over_legs_of_their_means() -> None:

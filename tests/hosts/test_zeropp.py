@@ -596,7 +596,7 @@ def test_what_cannot_work_is_refused() -> None:
         ({"intra_gradients": "int4/66+hadamard33"}, "power of two"),
         ({"loco_beta": 1.0}, "loco_beta 1.0"),
         ({"loco_reset": 0}, "loco_reset 0"),
-        ({"loco_reset": 9}, "change nothing without loco=True"),
+        ({"loco_reset": 9}, "changes nothing without loco; nearest: "),
         ({"vectors": "int8:up"}, "vectors 'int8:up'"),
     ],
 )

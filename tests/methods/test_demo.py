@@ -189,11 +189,15 @@ def test_blocks_do_not_leave_their_matrix() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"density": 0.0}, "density 0.0 of demo: must be from 1 / chunk.2, .* nearest: 0.000244143"),
+        ({"density": 0.0}, "density 0.0 of demo: must be from 1 / chunk.2, .* nearest: 0.000244141"),
         ({"density": float("nan")}, "density nan of demo"),
         ({"density": 1.5}, "nearest: 1$"),
-        ({"density": 0.001, "chunk": 8}, "nearest: 0.0156252, or chunk 32$"),
-        ({"chunk": 3}, "density 0.0078125 of demo: .* 0.111111 for chunk 3, to 1; nearest: 0.111112, or chunk 12$"),
+        ({"density": 0.001, "chunk": 8}, "nearest: 0.015625, or chunk 32$"),
+        ({"chunk": 3}, "chunk 3 of demo: density 0.0078125, the default, .*; nearest: density 0.111111, or chunk 12$"),
+        (
+            {"chunk": 1, "density": 0.5},
+            "density 0.5 of demo: must be from .* 1; nearest: 1, or chunk 2$",
+        ),
         ({"chunk": 0}, "from 1 to 4096; nearest: 1, the usual: 64"),
         ({"chunk": 5000}, "nearest: 4096"),
         ({"beta": 1.0}, "below 1"),

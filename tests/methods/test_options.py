@@ -44,7 +44,7 @@ def test_unknown_strategy_names_the_nearest() -> None:
         ({"vector_gradients": "int8:up"}, "vector_gradients 'int8:up' of SDP4Bit: ':up' can't be read"),
         (dict.fromkeys((item.name for item in fields(SDP4Bit) if item.type == "str"), "fp32"), "compresses nothing"),
         ({"weights": "int2/2048"}, "grows in the next"),
-        ({"loco_beta": 0.5}, "change nothing without loco=True"),
+        ({"loco_beta": 0.5}, "changes nothing without loco; nearest: "),
         (
             {"loco": True} | dict.fromkeys(("intra_gradients", "inter_gradients", "vector_gradients"), "fp32"),
             "loco of SDP4Bit feeds nothing back",

@@ -29,6 +29,14 @@ def test_only_those_are_beaten_that_another_equals_in_both_and_passes_in_one() -
     assert beaten([EXACT, Outcome("as cheap", 8e9, 2.1)]) == {"as cheap"}
 
 
+def test_losses_are_compared_over_the_seeds_that_both_have() -> None:
+    """The second has an easy seed more, by which its mean is lower."""
+    hard = Outcome("hard", 2e6, 2.0, by_seed={"0": 2.0})
+    more = Outcome("more", 1e6, 1.9, by_seed={"0": 2.1, "1": 1.7})
+    assert beaten([hard, more]) == set()
+    assert beaten([hard, Outcome("more", 1e6, 2.2, by_seed={"0": 1.9, "1": 2.5})]) == {"hard"}
+
+
 def test_the_sentence_names_the_frontier_from_the_fewest_bytes_on() -> None:
     assert frontier_sentence([EXACT, WORSE, FEW]).endswith(
         "from the fewest bytes on: few (loss 2.1000), exact (loss 2.0000)."
@@ -89,6 +97,9 @@ def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> 
             "gap_error": 0.002,
             "seeds": 3,
             "lr": 0.01,
+            "loss": 2.0,
+            "losses": {"0": 2.0},
+            "sent_bytes": 1e6,
         }
         return {"model": model, "steps": steps, "methods": 31, "minutes": minutes} | shown
 
@@ -98,6 +109,9 @@ def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> 
     name, measured = recommended(25e6, recorded=recorded)
     told = "of the 3 methods measured, out of 31, soonest within 1% of the exact loss at 20 Mbit/s: +0.50% ± 0.20%; "
     assert name == "fast" and measured == f"{told}the model tiny, 1,000 steps, 3 seeds, --lr 0.01"
+    # One that another beats in both is not on the frontier.
+    recorded.write_text(json.dumps([row("slow", 5.0), row("fast", 2.0) | {"sent_bytes": 2e6}, row("other", 3.0)]))
+    assert recommended(25e6, recorded=recorded)[0] == "other"
     # The model that is asked about, where it was measured.
     both = [row("fast", 2.0), row("demo's", 3.0, model="demo")]
     recorded.write_text(json.dumps(both))

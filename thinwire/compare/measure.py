@@ -19,7 +19,7 @@ from thinwire.errors import ConfigError
 from thinwire.lab import LabSpec
 from thinwire.options import has_islands
 from thinwire.report.machine import machine, versions
-from thinwire.report.run import RunFiles, number, read_run
+from thinwire.report.run import RunFiles, mean_losses, number, read_run
 from thinwire.report.verdict import FINISHED
 from thinwire.table import Row as EffectRow
 
@@ -209,7 +209,7 @@ def seed_result(
     rows = [row for row in run.steps if row["step"] in timed]
     average = AVERAGES[average_of(plan)]
     typical = times_of(rows, average)
-    step_s, losses = typical["step_s"], smoothed([number(row.get("loss")) for row in run.steps], plan.smooth)
+    step_s, losses = typical["step_s"], smoothed([*mean_losses(run).values()], plan.smooth)
     reached = None if target is None else first_at_most(losses, target, plan.smooth)
     sent, received = (per_step(entry.legs, f"kernel_{way}_bytes", average) for way in ("sent", "received"))
     bound = least_time(plan.lab, sent, received, alone)
@@ -339,7 +339,7 @@ def target_loss(
     chosen = next((name for name in (*TARGET_REFERENCES, *finished) if name in finished), None)
     if chosen is None:
         return None
-    last = smoothed([number(row.get("loss")) for row in runs[chosen, seed].steps], plan.smooth)[-1]
+    last = smoothed([*mean_losses(runs[chosen, seed]).values()], plan.smooth)[-1]
     return math.ceil(100 * last) / 100 if math.isfinite(last) else None
 
 

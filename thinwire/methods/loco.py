@@ -35,15 +35,17 @@ class LoCoOptions:
         """Raise ConfigError for values that can't work, and for values that have no effect with these formats."""
         name = type(self).__name__
         if not 0.0 <= self.loco_beta < 1.0:
-            raise ConfigError(
-                f"loco_beta {self.loco_beta} of {name}: must be at least 0 and below 1; the paper's is 0.8"
-            )
+            close = 0.0 if self.loco_beta < 0 else 0.99
+            rule = f"must be at least 0 and below 1; nearest: {close}, the paper's is 0.8"
+            raise ConfigError(f"loco_beta {self.loco_beta} of {name}: {rule}")
         if self.loco_reset < 1:
             raise ConfigError(f"loco_reset {self.loco_reset} of {name}: must be at least 1; the paper's is 1024")
-        if not self.loco and (self.loco_beta, self.loco_reset) != (LoCoOptions.loco_beta, LoCoOptions.loco_reset):
-            raise ConfigError(
-                f"loco_beta and loco_reset of {name} change nothing without loco=True: set it, or neither"
-            )
+        for option in ("loco_beta", "loco_reset"):
+            value, usual = getattr(self, option), getattr(LoCoOptions, option)
+            if not self.loco and value != usual:
+                raise ConfigError(
+                    f"{option} {value} of {name}: changes nothing without loco; nearest: {usual}, or loco as true"
+                )
 
         if self.loco and all(wire.intra.traits.lossless and wire.inter.traits.lossless for wire in wires):
             raise ConfigError(f"loco of {name} feeds nothing back: its gradients travel in fp32, which loses nothing")

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire.report.charts import Figure, or_zero, running_mean, thin_out
 from thinwire.report.frontier import frontier_figure, race_outcomes
 from thinwire.report.page import figure, legend, text
-from thinwire.report.run import number, read_run
+from thinwire.report.run import mean_losses, number, read_run
 from thinwire.report.svg import Chart, Point, around
 from thinwire.report.units import bytes_text, seconds_text, sum_text
 
@@ -88,7 +88,7 @@ def run_losses(run_dir: Path) -> dict[int, float]:
     """The loss of each step; empty if the run has no metrics."""
     if not (run_dir / "metrics.jsonl").is_file():
         return {}
-    return {int(row["step"]): number(row.get("loss")) for row in read_run(run_dir).steps}
+    return mean_losses(read_run(run_dir))
 
 
 def over_time(curves: Sequence[Curve], values: Mapping[str, Any]) -> Iterator[Curve]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from thinwire.errors import ConfigError
@@ -122,6 +122,15 @@ def read_run(run_dir: Path) -> RunFiles:
         memberships=[line for line in lines if line.get("event") == "membership"],
         timeline=_events(_text(run_dir / "timeline.json")),
     )
+
+
+def mean_losses(run: RunFiles) -> dict[int, float]:
+    """The training loss of each step; islands know their own, and it is the mean over those that took the step."""
+    others = [_rows(_text(folder / "metrics.jsonl")) for folder in sorted(run.path.glob("island-*"))]
+    found: dict[int, list[float]] = {int(row["step"]): [number(row.get("loss"))] for row in run.steps}
+    for row in (row for rows in others for row in rows if row["step"] in found):
+        found[int(row["step"])].append(number(row.get("loss")))
+    return {step: fmean(losses) for step, losses in found.items()}
 
 
 def _text(path: Path) -> str:

@@ -72,13 +72,20 @@ class DeMo(DDPMethod):
                 f"chunk {self.chunk} of demo: must be from 1 to {LARGEST_CHUNK}; nearest: {possible}, the usual: 64"
             )
         least = 1 / self.chunk**2
-        if not least <= self.density <= 1:
-            # Rounded up, so that it is valid itself.
-            nearest = "1" if self.density > 1 else f"{least * (1 + 1e-5):.6g}"
+        # Printed with six digits, the least may be a little below.
+        if not least * (1 - 1e-5) <= self.density <= 1:
             larger = math.ceil(self.density**-0.5) if 0 < self.density < 1 else math.inf
+            nearest = "1" if self.density > 1 else f"{least:.6g}"
+            what = f"density {self.density} of demo:"
+            if self.density == type(self).density:
+                what, nearest = (
+                    f"chunk {self.chunk} of demo: density {self.density}, the default,",
+                    f"density {nearest}",
+                )
             nearest += f", or chunk {larger}" if larger <= LARGEST_CHUNK else ""
-            rule = f"must be from 1 / chunk^2, {least:.6g} for chunk {self.chunk}, to 1; nearest: {nearest}"
-            raise ConfigError(f"density {self.density} of demo: {rule}")
+            raise ConfigError(
+                f"{what} must be from 1 / chunk^2, {least:.6g} for chunk {self.chunk}, to 1; nearest: {nearest}"
+            )
         self.codec(self.chunk * self.chunk)
 
     @property

@@ -47,7 +47,8 @@ class ZeroCompressed(ShardedMethod):
         if not 0 < self.fresh <= 1:
             raise ConfigError(f"fresh {self.fresh} of ZeroCompressed: must be above 0 and at most 1; nearest: 1")
         if self.fresh != 1 and self.feedback != "estimates":
-            raise ConfigError(f"fresh {self.fresh} of ZeroCompressed changes nothing with feedback {self.feedback!r}")
+            rule = f"changes nothing with feedback {self.feedback}; nearest: 1, or feedback estimates"
+            raise ConfigError(f"fresh {self.fresh} of ZeroCompressed: {rule}")
         self.matrix()
         self.vector()
 

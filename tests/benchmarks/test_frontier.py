@@ -55,7 +55,7 @@ def test_methods_with_other_seeds_are_compared_by_their_gap_to_the_exact_run(tmp
     first, demo = frontier.points("tiny", 5000, runs)
     assert (first["loss"], demo["loss"], demo["seeds"]) == (2.0, 1.1, 1) and demo["gap"] == pytest.approx(0.1)
     assert first["minutes"]["10"] == pytest.approx((5000 * 0.5 + 8 * 100 / 10e6) / 60) and demo["steps_to"] == 5000
-    zero, other = frontier.outcomes([first, demo])
+    zero, other = frontier.recorded_outcomes([first, demo])
     assert (zero.loss, zero.error) == (2.0, 0.0) and other.loss == pytest.approx(2.2)
     assert frontier.beaten([zero, other]) == {"demo"}
     assert frontier.diverged("tiny", 5000, runs) == ["dion"]

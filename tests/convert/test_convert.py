@@ -430,7 +430,7 @@ def test_divergence_and_agreement_are_what_they_say() -> None:
         (["export", "EMPTY", "out"], "holds no checkpoint yet"),
         (
             ["export", "QWEN", "out"],
-            "plain is a model of transformers already: export takes a run; did you mean .*runs0/",
+            "plain is a model of transformers already: export takes a run; did you mean .*runs[0-9]+/",
         ),
         (
             ["export", "DEMO", "out"],

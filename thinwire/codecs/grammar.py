@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from thinwire.codecs.spelling import SPELLINGS, Number, Spelling
+from thinwire.codecs.spelling import ANY, SPELLINGS, Number, Spelling
 from thinwire.errors import ConfigError, nearest
 
 # `base`, which defines it, imports this file.
@@ -103,7 +103,7 @@ def _read_option(spelling: Spelling, head: str, option: str) -> dict[str, Any]:
         return {spelling.values: read(option)}
     if spelling.group and is_whole(option):
         raise ConfigError(f"':{option}' can't be read: a group follows a '/'; did you mean '{head}/{option}'?")
-    forms = spelling.option_forms()
+    forms = [form for form in spelling.option_forms() if form != ANY]
     hint = nearest(option, forms) if forms else f"; did you mean {head!r}?"
     hint += ", or another codec for its values" if spelling.values else ""
     raise ConfigError(f"':{option}' can't be read: {head} has no such option{hint}")

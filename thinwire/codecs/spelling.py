@@ -13,6 +13,8 @@ from thinwire.errors import ConfigError
 # `base`, which defines it, imports this file.
 Codec = Any
 C = TypeVar("C", bound=type)
+# Stands for another codec, among the texts that may follow a ":".
+ANY = "CODEC"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Spelling:
     def option_forms(self) -> list[str]:
         """The texts that may follow a ":"."""
         own = [form for option in self.options for form in option.forms(self.defaults[option.field])]
-        return [*own, *([str(self.defaults[self.values])] if self.values else [])]
+        return [*own, *([str(self.defaults[self.values]), ANY] if self.values else [])]
 
     def head_text(self, fields: Mapping[str, Any]) -> str:
         return self.head if isinstance(self.head, str) else self.head.text(fields[self.head.field])

@@ -114,7 +114,7 @@ class DiskFile:
         try:
             return os.open(self.folder, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EPERM):
                 raise
         # A file system that knows no files without a name.
         path = self.folder / f".thinwire-{os.getpid()}-{id(self)}"

@@ -109,9 +109,6 @@ def test_the_method_that_is_soonest_at_a_rate_is_recommended(tmp_path: Path) -> 
     name, measured = recommended(25e6, recorded=recorded)
     told = "of the 3 methods measured, out of 31, soonest within 1% of the exact loss at 20 Mbit/s: +0.50% ± 0.20%; "
     assert name == "fast" and measured == f"{told}the model tiny, 1,000 steps, 3 seeds, --lr 0.01"
-    # One that another beats in both is not on the frontier.
-    recorded.write_text(json.dumps([row("slow", 5.0), row("fast", 2.0) | {"sent_bytes": 2e6}, row("other", 3.0)]))
-    assert recommended(25e6, recorded=recorded)[0] == "other"
     # The model that is asked about, where it was measured.
     both = [row("fast", 2.0), row("demo's", 3.0, model="demo")]
     recorded.write_text(json.dumps(both))

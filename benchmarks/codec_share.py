@@ -60,6 +60,7 @@ def main() -> None:
             config = next(iter(contestants(text, base).values()))
             steps = steps_between(config) or args.steps
             if steps > MOST_STEPS:
+                print(f"{name:36} not measured: exchanges every {steps} steps only", flush=True)
                 continue
             seconds(config, 1)
             short, whole = seconds(config, SHORT), seconds(config, SHORT + steps)

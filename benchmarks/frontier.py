@@ -43,7 +43,7 @@ from readme_table import with_table
 
 from thinwire.errors import ConfigError
 from thinwire.report.frontier import LEAST_STEPS, RATES, RECORDED, beaten, frontier_svg, recorded_outcomes
-from thinwire.report.run import RunFiles, read_run
+from thinwire.report.run import RunFiles, mean_losses, read_run
 from thinwire.report.units import bytes_text
 from thinwire.run.config import TrainConfig
 from thinwire.run.settings import to_toml
@@ -166,14 +166,12 @@ def train_by_processes(config: TrainConfig) -> tuple[list[float], list[int], flo
     few = max(1, min(FEW_STEPS, config.steps // 2))
     base = MODELS[config.model]
     start_s = starting_s(to_toml(replace(config, steps=few, lr=base.lr, seed=base.seed)))
-    run, all_s = by_command(to_toml(config))
+    run, losses, all_s = by_command(to_toml(config))
     sent: list[int] = []
     for row in run.steps:
         sent.append(int(row["sent_bytes"]) + (sent[-1] if sent else 0))
     sent[-1] += int(run.summary.get("last_exchange_bytes", 0))
     compute_s = (all_s - start_s) / max(1, config.steps - few) / config.workers
-    # A run that has diverged writes null.
-    losses = [math.nan if row["loss"] is None else row["loss"] for row in run.steps]
     heldout = run.summary["heldout_loss"]
     return losses, sent, math.nan if heldout is None else heldout, compute_s
 
@@ -181,11 +179,11 @@ def train_by_processes(config: TrainConfig) -> tuple[list[float], list[int], flo
 @functools.cache
 def starting_s(config: str) -> float:
     """Processor time of all processes of a short run. Of one rate and seed: starting takes as much with any other."""
-    return by_command(config)[1]
+    return by_command(config)[2]
 
 
-def by_command(config: str) -> tuple[RunFiles, float]:
-    """What `thinwire train` writes for a configuration in TOML, and the processor seconds of all its processes."""
+def by_command(config: str) -> tuple[RunFiles, list[float], float]:
+    """What `thinwire train` writes for a configuration in TOML, its losses, and its processes' processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path, run_dir = Path(folder) / "config.toml", Path(folder) / "run"
         path.write_text(config)
@@ -195,7 +193,8 @@ def by_command(config: str) -> tuple[RunFiles, float]:
         if done.returncode:
             raise SystemExit(f"thinwire train ended with {done.returncode}:\n{done.stderr[-2000:]}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return read_run(run_dir), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        run, all_s = read_run(run_dir), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return run, [*mean_losses(run).values()], all_s
 
 
 def configs(model: str, steps: int, names: Sequence[str]) -> dict[str, TrainConfig]:

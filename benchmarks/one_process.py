@@ -51,6 +51,7 @@ from thinwire.methods.outer.base import IslandsMethod
 from thinwire.methods.sharded import ShardedMethod
 from thinwire.models import build_model
 from thinwire.optim.schedule import lr_at
+from thinwire.report.run import mean_losses, read_run
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.run import Run
 from thinwire.run.settings import read_toml
@@ -167,6 +168,8 @@ class ProcessorBlock(TimedBlock):
 
 
 class ProcessorMeter(Meter):
+    """Counts seconds by ProcessorBlock."""
+
     def timed(self, kind: str, job: str = "") -> TimedBlock:
         return ProcessorBlock(self, kind, job)
 
@@ -387,8 +390,7 @@ def main() -> int:
     config = read_toml(run_dir / "config.toml", problems)
     problems.raise_any()
     summary = json.loads((run_dir / "summary.json").read_text())
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    theirs = [line["loss"] for line in lines if "loss" in line]
+    theirs = [*mean_losses(read_run(run_dir)).values()]
     torch.set_num_threads(1)
     trained = train(replace(config, dtype=summary.get("dtype", config.dtype)))
     same = sum(own == other for own, other in zip(trained.losses, theirs, strict=True))

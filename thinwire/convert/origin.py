@@ -137,14 +137,14 @@ class SavedModel:
 
 def training_command(folder: str) -> str:
     """The command that trains a folder of transformers, with flags where defaults do not fit it."""
+    import transformers
+
     path, words = Path(folder), ["thinwire", "train", "--model", f"{FOLDER}{folder}"]
     usual = load_tokenizer(DEFAULTS.tokenizer).vocab_size
     if (path / "tokenizer.json").is_file() and load_tokenizer(folder).vocab_size != usual:
         words += ["--tokenizer", folder]
-    settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    # GPT-2's name for it is the older one.
-    limit = settings.get("max_position_embeddings") or settings.get("n_positions") or DEFAULTS.seq_len
-    if limit < DEFAULTS.seq_len:
+    limit = longest(transformers.AutoConfig.from_pretrained(path, local_files_only=True))
+    if limit is not None and limit < DEFAULTS.seq_len:
         words += ["--seq-len", str(limit)]
     return shlex.join(words)
 

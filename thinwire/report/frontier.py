@@ -109,7 +109,7 @@ def payload(run_dir: Path) -> float:
 
 
 def frontier_figure(
-    outcomes: Sequence[Outcome], styles: Mapping[str, str], loss: str = "held-out loss (nats per token)"
+    outcomes: Sequence[Outcome], styles: Mapping[str, str], axis: str = "held-out loss (nats per token)"
 ) -> Figure:
     """A plot with a point and an error bar for each outcome. Outcomes beaten in both loss and bytes are grey."""
     grey = beaten(outcomes)
@@ -117,7 +117,7 @@ def frontier_figure(
     ends = (loss for one in outcomes for loss in (one.loss - one.error, one.loss + one.error))
     chart = Chart(
         "held-out loss over bytes", (min(sent) / 1.5, max(sent) * 1.5), around(ends),
-        "bytes that one rank sent in all steps", loss,
+        "bytes that one rank sent in all steps", axis,
         names=[one.name for one in outcomes], log_x=True,
     )  # fmt: skip
     named = []

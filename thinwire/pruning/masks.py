@@ -46,8 +46,7 @@ def lowest(score: Tensor, num: int) -> Tensor:
 
 def num_removed(width: int, sparsity: float) -> int:
     """floor(sparsity * width), of a row."""
-    # 1 / width, printed with six digits, may be a little below.
-    return int(sparsity * width + 1e-5)
+    return int(sparsity * width + 1e-9)
 
 
 def check(method: str, pattern: str, sparsity: float, rounds: int = 1) -> None:

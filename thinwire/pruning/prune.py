@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -151,7 +152,8 @@ def check_targets(
                 widest = max(widest, width)
     if widest and not num_removed(widest, sparsity):
         rule = f"removes no weight, since the longest rows have {widest}"
-        raise ConfigError(f"--sparsity {sparsity:g}: {rule}; nearest: {1 / widest:.6g}")
+        # Rounded up, so that it is valid itself.
+        raise ConfigError(f"--sparsity {sparsity:g}: {rule}; nearest: {math.ceil(1e7 / widest) / 1e7}")
 
 
 def check_equally_many(ranks: Spread, num_batches: int) -> None:

@@ -14,6 +14,7 @@ from thinwire.methods.islands.diloco import DiLoCo
 from thinwire.run.config import TrainConfig, with_derived
 from thinwire.run.place import ProcessPlace
 from thinwire.run.run import Run
+from thinwire.run.run_dir import RunDir
 from thinwire.run.signals import StopFlag
 from thinwire.training.trainer import Trainer
 
@@ -65,3 +66,14 @@ def test_islands_have_their_inner_strategy_and_size() -> None:
     assert (resolved.config.local_size, resolved.config.inner) == (1, "ddp") and resolved.strategy is run.strategy
     with pytest.raises(ConfigError, match="--inner dpd: no such strategy; did you mean 'ddp'"):
         Run.of(replace(config, inner="dpd"))
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rank_that_reads_the_configuration_while_another_writes_it_finds_it_whole(tmp_path: Path, node: int) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.claim(node, "steps = 3\n", overwrite=False)
+    with run_dir.config(node).open() as file:
+        run_dir.write_config(node, "steps = 4\n")
+        assert file.read() == "steps = 3\n"
+    assert run_dir.config(node).read_text() == "steps = 4\n"
+    assert sorted(path.name for path in run_dir.path.iterdir()) == sorted([run_dir.config(node).name, "logs"])

@@ -186,9 +186,9 @@ def dtype_of(run: Run, start: Start, device: Device) -> str | None:
 
 def keep_config(run: Run, place: ProcessPlace) -> None:
     """Write the run's config.toml again on every machine, so that choices are kept when the run is resumed."""
-    path = RunDir(run.config.run_dir).config(int(os.environ.get("GROUP_RANK", "0")))
-    if place.local_rank == 0 and path.exists():
-        path.write_text(to_toml(run.config))
+    run_dir, node = RunDir(run.config.run_dir), int(os.environ.get("GROUP_RANK", "0"))
+    if place.local_rank == 0 and run_dir.config(node).exists():
+        run_dir.write_config(node, to_toml(run.config))
 
 
 def find_device(run: Run, place: ProcessPlace, start: Start, store: dist.Store, number: int) -> tuple[Device, Start]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from pathlib import Path
 from zlib import crc32
 
@@ -88,9 +89,17 @@ class RunDir:
             if overwrite:
                 self.delete(node)
             self.logs.mkdir(parents=True, exist_ok=True)
-            self.config(node).write_text(config)
+            self.write_config(node, config)
         except OSError as error:
             raise ConfigError(f"--run-dir {self.path} can't be written: {error}") from None
+
+    def write_config(self, node: int, config: str) -> None:
+        """Write the configuration. Other ranks may read it at any time, and find the old one or the new one, whole."""
+        path = self.config(node)
+        # Machines may share the folder.
+        draft = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+        draft.write_text(config)
+        draft.replace(path)
 
     def delete(self, node: int) -> None:
         """Delete a run's files, and nothing else in the folder."""

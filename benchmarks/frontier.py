@@ -42,7 +42,7 @@ from one_process import train as train_here
 from readme_table import with_table
 
 from thinwire.errors import ConfigError
-from thinwire.report.frontier import LEAST_STEPS, RATES, RECORDED, beaten, frontier_svg, recorded_outcomes
+from thinwire.report.frontier import LEAST_STEPS, RECORDED, beaten, frontier_svg, minutes_near, recorded_outcomes
 from thinwire.report.run import RunFiles, mean_losses, read_run
 from thinwire.report.units import bytes_text
 from thinwire.run.config import TrainConfig
@@ -60,6 +60,8 @@ FEW_STEPS = 20
 # Points of the curve of a run: the mean training loss of a fiftieth of the steps, and of at least MIN_WINDOW.
 NUM_POINTS, MIN_WINDOW = 100, 20
 NEAR = 1.01
+# Of the table's links, in bit/s.
+RATES = (10e6, 20e6, 50e6, 100e6)
 EXACT = "zero"
 # As contestants of `thinwire compare`. All others in the house are these with another wrapper, pace or purpose.
 METHODS = {
@@ -232,23 +234,20 @@ def run_all(models: Sequence[str], names: Sequence[str], seeds: Sequence[int], s
                     runs.run(name, replace(config, lr=lr, seed=seed))
 
 
-def minutes_to(run: Mapping[str, Any], target: float, rate: float) -> float | None:
-    """Minutes of computing and sending, one after the other, until the training loss is at most `target`."""
+def point_near(run: Mapping[str, Any], target: float) -> dict[str, float] | None:
+    """Steps, and a rank's processor time and sent bytes, until the training loss is at most `target`."""
     for step, loss, sent in run["curve"]:
         if loss <= target:
-            return (step * run["compute_s"] + 8 * sent / rate) / 60
+            return {"steps": step, "compute_s": step * run["compute_s"], "sent_bytes": sent}
     return None
 
 
-def steps_to(run: Mapping[str, Any], target: float) -> int | None:
-    """Steps until the training loss is at most `target`."""
-    return next((step for step, loss, _ in run["curve"] if loss <= target), None)
-
-
-def mean_if_all(values: Sequence[float | None], steps: int) -> float | None:
-    """The mean; None if a value is missing, or the runs are too short to show an order of methods."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) and steps >= LEAST_STEPS else None
+def mean_if_all(found: Sequence[dict[str, float] | None], steps: int) -> dict[str, float] | None:
+    """The mean point; None if one is missing, or the runs are too short to show an order of methods."""
+    known = [point for point in found if point is not None]
+    if len(known) < len(found) or steps < LEAST_STEPS:
+        return None
+    return {name: statistics.fmean(point[name] for point in known) for name in known[0]}
 
 
 def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
@@ -267,18 +266,13 @@ def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
         losses = [own[seed]["heldout_loss"] for seed in seeds]
         gaps = [own[seed]["heldout_loss"] / exact[seed]["heldout_loss"] - 1 for seed in seeds]
         targets = {seed: NEAR * exact[seed]["curve"][-1][1] for seed in seeds}
-        minutes = {
-            f"{rate / 1e6:g}": mean_if_all([minutes_to(own[seed], targets[seed], rate) for seed in seeds], steps)
-            for rate in RATES
-        }
-        until = mean_if_all([steps_to(own[seed], targets[seed]) for seed in seeds], steps)
+        near = mean_if_all([point_near(own[seed], targets[seed]) for seed in seeds], steps)
         found.append({
             "model": model, "steps": steps, "methods": len(METHODS), "method": name, "text": METHODS[name], "lr": lr,
             "seeds": len(seeds), "losses": {str(seed): own[seed]["heldout_loss"] for seed in seeds},
             "loss": statistics.fmean(losses), "loss_error": standard_error(losses),
             "gap": statistics.fmean(gaps), "gap_error": standard_error(gaps),
-            "sent_bytes": statistics.fmean(own[seed]["curve"][-1][2] for seed in seeds), "minutes": minutes,
-            "steps_to": until,
+            "sent_bytes": statistics.fmean(own[seed]["curve"][-1][2] for seed in seeds), "near": near,
         })  # fmt: skip
     return found
 
@@ -312,7 +306,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         is_exact, is_one = row["method"] == EXACT, row["seeds"] == 1
         gap = f"{row['gap']:+.2%}" + ("" if is_one else f" ± {row['gap_error']:.2%}")
         loss = f"{row['loss']:.4f}" + ("" if is_one else f" ± {row['loss_error']:.4f}")
-        minutes = ["-" if one is None else f"{one:.1f} min" for one in row["minutes"].values()]
+        minutes = ["-" if one is None else f"{one:.1f} min" for one in (minutes_near(row, rate) for rate in RATES)]
         name = f"{row['method']} (beaten)" if row["method"] in grey else f"**{row['method']}**"
         star = "*" if row["lr"] in (GRID[0], GRID[-1]) else ""
         cells = [

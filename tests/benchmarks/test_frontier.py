@@ -54,7 +54,7 @@ def test_methods_with_other_seeds_are_compared_by_their_gap_to_the_exact_run(tmp
     runs = runs_of(tmp_path, exact, alone, lost)
     first, demo = frontier.points("tiny", 5000, runs)
     assert (first["loss"], demo["loss"], demo["seeds"]) == (2.0, 1.1, 1) and demo["gap"] == pytest.approx(0.1)
-    assert first["minutes"]["10"] == pytest.approx((5000 * 0.5 + 8 * 100 / 10e6) / 60) and demo["steps_to"] == 5000
+    assert first["near"] == {"steps": 5000, "compute_s": 2500.0, "sent_bytes": 100} and demo["near"]["steps"] == 5000
     zero, other = frontier.recorded_outcomes([first, demo])
     assert (zero.loss, zero.error) == (2.0, 0.0) and other.loss == pytest.approx(2.2)
     assert frontier.beaten([zero, other]) == {"demo"}
@@ -72,7 +72,9 @@ def test_the_longest_runs_stay_beside_a_slice_of_more_methods(tmp_path: Path) ->
     assert frontier.best_tables("tiny", runs_of(tmp_path, parts[0])) == []
 
 
-def test_minutes_are_those_of_the_first_point_at_the_target() -> None:
+def test_near_is_the_first_point_at_the_target() -> None:
     run = {"compute_s": 1.0, "curve": [(10, 3.0, 1000), (20, 2.0, 2000), (30, 1.0, 3000)]}
-    assert frontier.minutes_to(run, 2.5, 8000.0) == (20 * 1.0 + 2.0) / 60
-    assert frontier.minutes_to(run, 0.5, 8000.0) is None and frontier.steps_to(run, 3.0) == 10
+    near = frontier.point_near(run, 2.5)
+    assert near == {"steps": 20, "compute_s": 20.0, "sent_bytes": 2000}
+    assert frontier.minutes_near({"near": near}, 8000.0) == (20 * 1.0 + 2.0) / 60
+    assert frontier.point_near(run, 0.5) is None and frontier.minutes_near({"near": None}, 8000.0) is None

@@ -22,9 +22,10 @@ from thinwire.report.frontier import RECORDED
 def recorded(path: Path, steps: int, **until: float | None) -> Path:
     texts = {"zero": "zero", "sdp4bit": "sdp4bit", "diloco": "diloco[sync_every=15]", "slow": "sparseloco"}
     texts |= {"rare": "diloco[sync_every=500]", "wide": "powersgd[rank=8]", "powersgd": "powersgd"}
+    near = {name: {"steps": value} if value else None for name, value in until.items()}
     rows = [
-        {"model": "tiny", "steps": steps, "method": name, "text": texts[name], "steps_to": value}
-        for name, value in until.items()
+        {"model": "tiny", "steps": steps, "method": name, "text": texts[name], "near": point}
+        for name, point in near.items()
     ]
     path.write_text(json.dumps(rows))
     return path

@@ -53,7 +53,7 @@ def objective_of(
     """
     rows = json.loads(recorded.read_text()) if recorded.is_file() else []
     long = [row for row in rows if row["steps"] >= LEAST_STEPS]
-    exact = next((row for row in long if row["method"] == EXACT and row.get("steps_to")), None)
+    exact = next((row for row in long if row["method"] == EXACT and row["near"]), None)
     as_exact = {name: 1.0 for name in methods if name in CHOSEN_FROM}
     if exact is None:
         sizes = ", ".join(dict.fromkeys(f"{row['steps']:,} steps of {row['model']}" for row in rows)) or "no runs"
@@ -62,14 +62,14 @@ def objective_of(
             why = "seconds a token: the runs of docs/methods.md do not say in how many steps they came near the loss"
         return Objective({}, why, frozenset(methods.keys() - as_exact.keys()))
     own = [row for row in long if row["model"] == exact["model"] and row["steps"] == exact["steps"]]
-    known = as_exact | dict(measured(methods, own, exact["steps_to"]))
+    known = as_exact | dict(measured(methods, own, exact["near"]["steps"]))
     size = f"{exact['steps']:,} steps of {exact['model']}, docs/methods.md"
     if unknown := methods.keys() - known.keys():
         why = f"seconds a token: {', '.join(sorted(unknown))} never came within 1% of the exact loss, or had no run"
         return Objective({}, f"{why} ({size})", frozenset(unknown))
     told = ", ".join(f"{name} {ratio:.3g}" for name, ratio in known.items())
     why = f"seconds to a target loss, 1% above the exact one: a step's seconds times its tokens, {told} ({size})"
-    return Objective(known | dict(measured(settings or {}, own, exact["steps_to"])), why)
+    return Objective(known | dict(measured(settings or {}, own, exact["near"]["steps"])), why)
 
 
 def measured(
@@ -77,12 +77,12 @@ def measured(
 ) -> Iterator[tuple[str, float]]:
     """Yield (name, tokens until the target loss over those of exact training) for the methods with a run."""
     for name, row in product(methods, rows):
-        if name_of(row["text"]) == name_of(name) and row.get("steps_to"):
+        if name_of(row["text"]) == name_of(name) and row["near"]:
             stated = table_of(row["text"])
             if not any("optimizer" in options for options in stated.values()):
                 own = make(name_of(name), stated)
                 if own == without_inner(methods[name], own):
-                    yield name, row["steps_to"] / exact_steps
+                    yield name, row["near"]["steps"] / exact_steps
 
 
 def without_inner(method: Method, other: Method) -> Method:

@@ -20,9 +20,8 @@ from thinwire.report.svg import Chart, alone, around
 from thinwire.report.units import bytes_text
 
 FINISHED = "finished"
-# What benchmarks/frontier.py has measured, and the rates of its links in bit/s.
+# What benchmarks/frontier.py has measured.
 RECORDED = Path(__file__).with_name("frontier.json")
-RATES = (10e6, 20e6, 50e6, 100e6)
 LEAST_STEPS = 1000
 # In a plot of more points, only those that nobody beats have names.
 MOST_NAMES = 12
@@ -149,26 +148,32 @@ def recommended(rate: float, model: str = "", recorded: Path = RECORDED) -> tupl
     Of methods that have not been measured nothing is known, and it says how many there are. The method is written as
     for `thinwire compare --strategies`.
 
-    Uses `long_runs`, since shorter ones don't show an order of methods; and the nearest rate. Not known without such
-    runs, and if that rate is off by a factor above 4.
+    Uses `long_runs`, since shorter ones don't show an order of methods. Not known without such runs.
     """
     if not (rows := long_runs(model, recorded)):
         found = json.loads(recorded.read_text()) if recorded.is_file() else []
         sizes = {f"{row['model']}, {row['steps']:,} steps" for row in found} or {"no runs"}
         return "not known", f"recorded: {'; '.join(sorted(sizes))}; which is best shows from {LEAST_STEPS:,} steps on"
-    near = min(RATES, key=lambda one: abs(math.log(one / rate)))
-    if not 0.25 <= rate / near <= 4:
-        rates = ", ".join(f"{one / 1e6:g}" for one in RATES)
-        return "not known", f"measured at {rates} Mbit/s, and {rate / 1e6:g} is not near one of them"
-    used, at = rows[0]["model"], f"{near / 1e6:g}"
+    used = rows[0]["model"]
     # The exact run itself comes near its loss. One that others beat in bytes and loss may still be the soonest.
-    soonest = min(rows, key=lambda row: math.inf if row["minutes"][at] is None else row["minutes"][at])
+    soonest = min(rows, key=lambda row: math.inf if (minutes := minutes_near(row, rate)) is None else minutes)
     spread = f" ± {soonest['gap_error']:.2%}" if soonest["seeds"] > 1 else ""
     size = f"the model {used}, {soonest['steps']:,} steps, {counted(soonest['seeds'], 'seed')}, --lr {soonest['lr']:g}"
     other = f"; no run of the model {model}" if model not in ("", used) else ""
-    among = f"of the {len(rows)} methods measured, out of {soonest['methods']}, "
-    reached = f"soonest within 1% of the exact loss at {at} Mbit/s: {soonest['gap']:+.2%}{spread}"
+    is_all = len(rows) == soonest["methods"]
+    among = f"of all {len(rows)} methods, " if is_all else f"of {len(rows)} of {soonest['methods']} methods, "
+    reached = f"soonest within 1% of the exact loss at {rate / 1e6:g} Mbit/s: {soonest['gap']:+.2%}{spread}"
     return soonest["text"], f"{among}{reached}; {size}{other}"
+
+
+def minutes_near(row: Mapping[str, Any], rate: float) -> float | None:
+    """Minutes of computing, then sending at `rate` bit/s, until a recorded method is near the exact run's loss.
+
+    None: it does not come near in all its runs. Computing is processor time, which is that of an idle core.
+    """
+    if (near := row["near"]) is None:
+        return None
+    return float(near["compute_s"] + 8 * near["sent_bytes"] / rate) / 60
 
 
 def best_rates(model: str, recorded: Path = RECORDED) -> tuple[str, dict[str, float]]:

@@ -15,7 +15,7 @@ Point = tuple[float, float]
 # Narrow enough that the text stays readable on the screen of a phone.
 WIDTH, HEIGHT = 520, 290
 LEFT, RIGHT, TOP, BOTTOM = 54, 16, 30, 44
-LETTER_WIDTH, LINE_HEIGHT, LONGEST_LABEL = 7.5, 16, 18
+LETTER_WIDTH, LINE_HEIGHT, LONGEST_LABEL = 7.5, 16, 22
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from tests.workers import run_workers
 from thinwire.calibration import calibrate, growth, links, machine
-from thinwire.calibration.growth import bucket_of
+from thinwire.calibration.growth import bucket_of, grown
 from thinwire.calibration.links import measured_rates, probed, rounds_of_pairs, rounds_on, shared_rates
 from thinwire.calibration.machine import fitted
 from thinwire.calibration.work import NUM_REPEATS, probes
@@ -42,6 +42,20 @@ def test_a_token_bucket_is_found_and_noise_makes_no_link_faster() -> None:
     assert bucket_of(2e5, took(2e5), took(4e5), delay_s) == pytest.approx((rate, burst_s))
     # A first message that was held up by something else.
     assert bucket_of(2e5, 0.39, 0.4, 0.0)[0] == pytest.approx(1e6)
+
+
+def test_a_short_message_that_was_held_up_is_not_taken_for_a_long_one() -> None:
+    rate, burst_bytes, delay_s = 2.5e6, 1 << 17, 0.003
+    held_up_s = [0.3]
+
+    def probe(sizes: dict[str, int]) -> dict[str, float]:
+        more_s = held_up_s.pop() if held_up_s else 0.0
+        return {link: delay_s + more_s + max(0, num - burst_bytes) / rate for link, num in sizes.items()}
+
+    sizes, once_s = grown(probe, {"slow": delay_s})
+    assert once_s["slow"] == probe(sizes)["slow"] > growth.PROBE_S
+    twice_s = probe({"slow": 2 * sizes["slow"]})["slow"]
+    assert bucket_of(sizes["slow"], once_s["slow"], twice_s, delay_s)[0] == pytest.approx(rate)
 
 
 def test_no_round_uses_a_link_of_a_node_twice() -> None:

@@ -21,23 +21,29 @@ def grown(
 ) -> tuple[dict[K, int], dict[K, float]]:
     """Bytes of a message on each link that take PROBE_S longer than a short one does, and the seconds that it takes.
 
-    A short message takes a link's delay. It does not count, because a link over a long way would seem slow. A link
-    whose message is long enough sends it again while others grow; the faster probe counts.
+    A short message takes a link's delay. It does not count, because a link over a long way would seem slow. A message
+    is long enough if it was so twice: something else may hold one up, and a link's burst would then pass for its rate.
+    The faster probe of that size counts.
 
     Args:
         probe: seconds of messages of so many bytes, by link. short_s: of 1 byte, by link.
         largest: bytes beyond which no message grows; None: LARGEST_BYTES.
     """
     most = largest or LARGEST_BYTES
-    sizes, found = dict.fromkeys(short_s, SMALLEST_BYTES), dict[K, float]()
+    sizes, once, found = dict.fromkeys(short_s, SMALLEST_BYTES), dict[K, float](), dict[K, float]()
     while len(found) < len(sizes):
         took_s = probe(dict(sizes))
         for link, delay_s in short_s.items():
             beyond_s = took_s[link] - delay_s
-            if link in found or beyond_s > PROBE_S or sizes[link] >= most:
-                found[link] = min(took_s[link], found.get(link, took_s[link]))
-            else:
+            if link in found:
+                found[link] = min(took_s[link], found[link])
+            elif beyond_s <= PROBE_S and sizes[link] < most:
+                once.pop(link, None)
                 sizes[link] = min(most, sizes[link] * (4 if beyond_s < PROBE_S / 4 else 2))
+            elif link in once:
+                found[link] = min(took_s[link], once[link])
+            else:
+                once[link] = took_s[link]
     return sizes, found
 
 

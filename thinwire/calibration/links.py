@@ -110,11 +110,10 @@ def probed(
 
         shorts = _repeated(comm, peer, dict.fromkeys(peer, 1)).amin(0)
         num_bytes, once = grown(took, {rank: float(shorts[rank]) for rank in peer})
-        again = took(num_bytes)
         twice_s = _repeated(comm, peer, {rank: 2 * num for rank, num in num_bytes.items()})
         for rank, other in peer.items():
             delay_s, fastest_s = float(shorts[rank]), float(twice_s[:, rank].min())
-            rate, burst_s = bucket_of(num_bytes[rank], min(once[rank], again[rank]), fastest_s, delay_s)
+            rate, burst_s = bucket_of(num_bytes[rank], once[rank], fastest_s, delay_s)
             bursts[other, rank] = burst_s
             for source, target in _stands_for(grid, other, rank):
                 rates[source][target], delays[source][target] = rate, delay_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from pathlib import Path
 from zlib import crc32
 
@@ -96,8 +95,7 @@ class RunDir:
     def write_config(self, node: int, config: str) -> None:
         """Write the configuration. Other ranks may read it at any time, and find the old one or the new one, whole."""
         path = self.config(node)
-        # Machines may share the folder.
-        draft = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+        draft = path.with_name(f".{path.name}.tmp")
         draft.write_text(config)
         draft.replace(path)
 

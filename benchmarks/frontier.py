@@ -236,12 +236,24 @@ def run_all(models: Sequence[str], names: Sequence[str], seeds: Sequence[int], s
                     runs.run(name, replace(config, lr=lr, seed=seed))
 
 
-def point_near(run: Mapping[str, Any], target: float) -> dict[str, float] | None:
-    """Steps, and a rank's processor time and sent bytes, until the training loss is at most `target`."""
+def point_near(run: Mapping[str, Any], target: float, compute_s: float) -> dict[str, float] | None:
+    """Steps, and a rank's processor time and sent bytes, until the training loss is at most `target`.
+
+    compute_s: the processor time of a step.
+    """
     for step, loss, sent in run["curve"]:
         if loss <= target:
-            return {"steps": step, "compute_s": step * run["compute_s"], "sent_bytes": sent}
+            return {"steps": step, "compute_s": step * compute_s, "sent_bytes": sent}
     return None
+
+
+def least_compute_s(model: str, name: str, runs: Runs) -> float:
+    """Processor time of a step: the least of all runs of a method, since other work on the machine adds to it."""
+    asked_for = (model, name, METHODS[name])
+    return float(min(
+        line["compute_s"] for line in runs.found.values()
+        if (line["model"], line["method"], line["text"]) == asked_for
+    ))  # fmt: skip
 
 
 def mean_if_all(found: Sequence[dict[str, float] | None], steps: int) -> dict[str, float] | None:
@@ -268,7 +280,8 @@ def points(model: str, steps: int, runs: Runs) -> list[dict[str, Any]]:
         losses = [own[seed]["heldout_loss"] for seed in seeds]
         gaps = [own[seed]["heldout_loss"] / exact[seed]["heldout_loss"] - 1 for seed in seeds]
         targets = {seed: NEAR * exact[seed]["curve"][-1][1] for seed in seeds}
-        near = mean_if_all([point_near(own[seed], targets[seed]) for seed in seeds], steps)
+        compute_s = least_compute_s(model, name, runs)
+        near = mean_if_all([point_near(own[seed], targets[seed], compute_s) for seed in seeds], steps)
         found.append({
             "model": model, "steps": steps, "methods": len(METHODS), "method": name, "text": METHODS[name], "lr": lr,
             "seeds": len(seeds), "losses": {str(seed): own[seed]["heldout_loss"] for seed in seeds},
@@ -318,25 +331,20 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
-def best_tables(model: str, runs: Runs) -> list[list[dict[str, Any]]]:
-    """The rows of the longest runs; and those of shorter ones that have more than twice as many methods, if any.
-
-    Tables of fewer than two methods don't count.
-    """
+def tables(model: str, runs: Runs) -> list[list[dict[str, Any]]]:
+    """The rows of runs of each length, the longest first. Lengths of fewer than two methods don't count."""
     lengths = sorted({line["steps"] for line in runs.found.values() if line["model"] == model}, reverse=True)
-    tables = [found for steps in lengths if len(found := points(model, steps, runs)) > 1]
-    widest = max(tables, key=len, default=[])
-    return [tables[0], widest] if tables and len(widest) > 2 * len(tables[0]) else tables[:1]
+    return [found for steps in lengths if len(found := points(model, steps, runs)) > 1]
 
 
 def report(runs: Runs) -> None:
     """Write the tables and the plots of all that has finished; what is recommended follows the longest runs."""
     parts, recorded = [], []
     for model in STEPS:
-        tables = best_tables(model, runs)
-        recorded += [row for found in tables[:1] for row in found]
-        for found, name in zip(tables, (f"frontier-{model}.svg", f"frontier-{model}-short.svg"), strict=False):
+        for number, found in enumerate(tables(model, runs)):
             steps = found[0]["steps"]
+            recorded += [] if number else found
+            name = f"frontier-{model}-{steps}.svg" if number else f"frontier-{model}.svg"
             (ROOT / "docs" / name).write_text(frontier_svg(recorded_outcomes(found)))
             parts += [
                 f"### {model}, {steps:,} steps, {len(found)} of {len(METHODS)} methods", "",

@@ -62,19 +62,23 @@ def test_methods_with_other_seeds_are_compared_by_their_gap_to_the_exact_run(tmp
     assert [line.split(" | ")[0] for line in frontier.table([first, demo])][2:] == ["| **zero**", "| demo (beaten)"]
 
 
-def test_the_longest_runs_stay_beside_a_slice_of_more_methods(tmp_path: Path) -> None:
-    names = list(frontier.METHODS)[:7]
-    wide = [line for name in names[:5] for line in lines(name, 50, {0: 2.0})]
-    parts = lines("zero", 5000, {0: 2.0}), lines(names[1], 5000, {0: 2.1}), wide
-    assert [len(found) for found in frontier.best_tables("tiny", runs_of(tmp_path, *parts))] == [2, 5]
-    few = [line for line in wide if line["method"] in names[:4]]
-    assert [len(found) for found in frontier.best_tables("tiny", runs_of(tmp_path, *parts[:2], few))] == [2]
-    assert frontier.best_tables("tiny", runs_of(tmp_path, parts[0])) == []
+def test_each_length_of_two_methods_and_more_has_its_table(tmp_path: Path) -> None:
+    names = list(frontier.METHODS)[:3]
+    wide = [line for name in names for line in lines(name, 50, {0: 2.0})]
+    parts = lines("zero", 5000, {0: 2.0}), lines(names[1], 5000, {0: 2.1}), wide, lines("zero", 70, {0: 2.0})
+    assert [len(found) for found in frontier.tables("tiny", runs_of(tmp_path, *parts))] == [2, 3]
+
+
+def test_a_step_takes_the_least_of_a_methods_processor_times(tmp_path: Path) -> None:
+    exact, demo = lines("zero", 5000, {0: 2.0, 1: 2.0}), lines("demo", 5000, {0: 2.0})
+    exact[-1]["compute_s"], exact[0]["compute_s"], demo[0]["compute_s"] = 0.7, 0.4, 0.1
+    first, _ = frontier.points("tiny", 5000, runs_of(tmp_path, exact, demo))
+    assert first["near"]["compute_s"] == pytest.approx(5000 * 0.4)
 
 
 def test_near_is_the_first_point_at_the_target() -> None:
-    run = {"compute_s": 1.0, "curve": [(10, 3.0, 1000), (20, 2.0, 2000), (30, 1.0, 3000)]}
-    near = frontier.point_near(run, 2.5)
+    run = {"curve": [(10, 3.0, 1000), (20, 2.0, 2000), (30, 1.0, 3000)]}
+    near = frontier.point_near(run, 2.5, 1.0)
     assert near == {"steps": 20, "compute_s": 20.0, "sent_bytes": 2000}
     assert frontier.minutes_near({"near": near}, 8000.0) == (20 * 1.0 + 2.0) / 60
-    assert frontier.point_near(run, 0.5) is None and frontier.minutes_near({"near": None}, 8000.0) is None
+    assert frontier.point_near(run, 0.5, 1.0) is None and frontier.minutes_near({"near": None}, 8000.0) is None

@@ -28,6 +28,7 @@ SHAPES = ((7, 54), (29,), (3, 16, 12))
 STEPS = 4
 SPARSE = DeMo(density=0.1, chunk=8, values="fp32", beta=0.9)
 EXACT = DeMo(density=1.0, chunk=8, values="fp32", beta=0.0)
+DRAWN = DeMo(density=1.0, chunk=8, values="int4", beta=0.0)
 
 VALUES = {values: DeMo(density=0.1, chunk=8, values=values, beta=0.9) for values in ("fp32", "bf16", "sign/32:bf16")}
 
@@ -35,15 +36,15 @@ Run = tuple[list[list[Tensor]], list[Tensor]]
 
 
 def reduced(rank: int, world_size: int) -> dict[str, Run]:
-    """The gradients after each step, and the momenta after the last."""
+    """The gradients after each step, and the momenta after the last. `drawn`: ranks and steps have the same."""
     found = {}
-    for name, method in ({"sparse": SPARSE, "exact": EXACT} if world_size > 1 else VALUES).items():
+    for name, method in ({"sparse": SPARSE, "exact": EXACT, "drawn": DRAWN} if world_size > 1 else VALUES).items():
         model = DistributedDataParallel(Matrices(*SHAPES))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle = thinwire.compress_ddp(model, method, optimizer=optimizer, local_size=1, announce=False)
         outs = []
         for step in range(STEPS):
-            model(gradients(SHAPES, rank, step)).backward()
+            model(gradients(SHAPES, 0 if name == "drawn" else rank, 0 if name == "drawn" else step)).backward()
             outs.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
             optimizer.step()
             optimizer.zero_grad()
@@ -112,6 +113,12 @@ def test_ranks_follow_the_algorithm() -> None:
             clear = mean.abs() > 1e-4
             assert torch.equal(out[clear], mean.sign()[clear]), "with all coefficients it is the sign of the mean"
     assert all(float(kept.abs().max()) < 1e-5 for kept in ranks[0]["exact"][1]), "all of it has been sent"
+    for one, other in zip(*(found["drawn"][1] for found in ranks), strict=True):
+        assert not torch.equal(one, other), "each rank rounds by draws of its own"
+    first, second = ranks[0]["drawn"][0][:2]
+    assert not all(map(torch.equal, first, second)), "each step draws anew"
+    for outs in zip(*(found["drawn"][0] for found in ranks), strict=True):
+        assert all(map(torch.equal, *outs)), "all ranks take the same step"
 
 
 def test_one_rank_follows_it_and_what_it_sends_and_keeps_is_all_of_its_gradients() -> None:

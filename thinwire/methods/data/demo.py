@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs import Codec, TopK
+from thinwire.codecs import Codec, TopK, derive_seed
 from thinwire.codecs.cosines import How, from_coefficients, to_coefficients
 from thinwire.collectives.gather import all_gather_packets, gather_bytes
 from thinwire.collectives.link import Link
@@ -20,7 +20,7 @@ from thinwire.errors import ConfigError
 from thinwire.layout.zeros import WEIGHTS
 from thinwire.methods.ddp import DDPMethod, check_plain_sgd
 from thinwire.methods.options import CONTRACTION, check_types, codec_of
-from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step, sides
+from thinwire.methods.reduction import OPERATION, Bucket, Reduction, Step, seed_of, sides
 from thinwire.state.memory import MeanMerge, Place
 from thinwire.table import Row
 
@@ -108,15 +108,15 @@ class DeMo(DDPMethod):
         self.sample()
 
     def reduction(self, place: Place, seed: int) -> Reduction:
-        return SignMean(self, place)
+        return SignMean(self, place, seed)
 
 
 class SignMean(Reduction):
     """The sign of the mean over ranks of the coefficients that DeMo sends. State: `momentum`, m, of this rank alone."""
 
-    def __init__(self, method: DeMo, place: Place) -> None:
+    def __init__(self, method: DeMo, place: Place, seed: int) -> None:
         super().__init__(place)
-        self.method = method
+        self.method, self.seed = method, seed
         self.momentum = self.state.add("momentum", MeanMerge("decoupled momenta"), row="momentum")
 
     def run(self, link: Link, bucket: Bucket, step: Step) -> Rounds[None]:
@@ -128,10 +128,10 @@ class SignMean(Reduction):
         # One parameter after another uses it, so that it stays in cache.
         work = link.scratch("blocks", max(grad.numel() for grad in bucket.grads), dtype=torch.float32)
         with link.timed("encode_s", OPERATION):
-            for momentum, packet in zip(fresh.values(), message.split(sizes), strict=True):
+            for (name, momentum), packet in zip(fresh.items(), message.split(sizes), strict=True):
                 codec, flat = codec_of_shape(self.method, momentum.shape), work[: momentum.numel()]
                 blocks = to_blocks(momentum, self.method.chunk, flat)
-                codec.encode(flat, out=packet)
+                codec.encode(flat, seed=derive_seed(seed_of(self.seed, step.number, name), link.rank), out=packet)
                 codec.decode(packet, flat.numel(), out=flat)
                 from_blocks(blocks, momentum, how="subtract")
         gathered = yield from all_gather_packets(link, message, OPERATION)

@@ -52,7 +52,13 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "message"),
     [
         (["--stepps", "3"], "unknown flag --stepps; did you mean '--steps'"),
+        (["--density", "0.1"], "unknown flag --density; did you mean .*--demo.density"),
+        (["--nproc-per-node", "2"], "unknown flag --nproc-per-node; did you mean '--workers'"),
         (["--strategy", "sdp4"], "no such strategy; did you mean 'sdp4bit'"),
+        (
+            ["--strategy", "demo[beta=0.9]"],
+            "brackets are for races.*nearest: --strategy demo, and each",
+        ),
         (["--model", "tinny"], "no such preset.*did you mean 'tiny'"),
         (["--llama.hidden-size", "63"], "hidden_size=63: must be a multiple"),
         (["--tokens-per-step", "50", "--workers", "2"], "must be a multiple of .* = 32; nearest: 64"),

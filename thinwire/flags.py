@@ -30,6 +30,12 @@ UNSET: Any = ...
 LAB = "THINWIRE_LAB"
 # How a boolean is written in TOML, and after a flag.
 TRUTHS = ("true", "false")
+# What other programs call the same thing.
+ELSEWHERE = {
+    "--nproc-per-node": "--workers", "--nnodes": "--nodes", "--node-rank": "--node", "--batch-size": "--micro-batch",
+    "--learning-rate": "--lr", "--max-steps": "--steps", "--output-dir": "--run-dir",
+}  # fmt: skip
+VERY_CLOSE = 0.8
 
 
 @dataclass(frozen=True)
@@ -202,9 +208,19 @@ class CommandLine:
         table, dot, option = name.partition(".")
         inside = {one.partition(".")[2]: one for one in self.known if dot and one.startswith(f"{table}.")}
         if not inside:
-            return nearest(name, self.known)
+            return self._nearest_of_all(name)
         close = difflib.get_close_matches(option, inside, n=1, cutoff=0.5)
         return f"; did you mean {inside[close[0]]!r}?" if close else f"; choose one of {', '.join(inside.values())}"
+
+    def _nearest_of_all(self, name: str) -> str:
+        """See `_nearest`. Loads the tables only where no flag is much like this one, since loading takes seconds."""
+        if (same := ELSEWHERE.get(name)) in self.known:
+            return f"; did you mean {same!r}?"
+        if not difflib.get_close_matches(name, self.known, n=1, cutoff=VERY_CLOSE):
+            self.load_tables()
+            if of_tables := [one for one in self.known if one.endswith(f".{name.lstrip('-')}")]:
+                return f"; did you mean {' or '.join(of_tables)}?"
+        return nearest(name, self.known)
 
     def _tell_repeated(self, args: Sequence[str]) -> None:
         """Say which flags stand more than once, since only the last counts."""

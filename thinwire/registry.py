@@ -120,6 +120,12 @@ def class_of(strategy: str) -> type:
 
 def check_name(flag: str, name: str) -> None:
     """Raise ConfigError that names the nearest strategy, if no strategy has the name stated for `flag`."""
+    head, bracket, _ = name.partition("[")
+    if bracket and head in STRATEGIES:
+        raise ConfigError(
+            f"{flag} {name}: options in brackets are for races, thinwire compare; nearest: {flag} {head}, and each "
+            f"option as a flag of its own, which thinwire train --help-all lists"
+        )
     if name not in STRATEGIES:
         raise ConfigError(f"{flag} {name}: no such strategy{nearest(name, STRATEGIES)}")
 

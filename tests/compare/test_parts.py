@@ -504,11 +504,15 @@ def test_first_steps_that_are_of_another_kind_are_named() -> None:
 
 
 def test_a_learning_rate_that_was_better_in_recorded_runs_is_named() -> None:
-    best = {"a": 1.0, "demo": 3.0, "demo[beta=0]": 3.0, "diloco": 1.0, "diloco[sync_every=9]": 2.0}
+    best = {
+        "a": 1.0, "demo": 3.0, "demo[beta=0]": 3.0, "diloco": 1.0, "diloco[sync_every=9]": 2.0,
+        "sdp4bit[optimizer=muon,loco=true]": 4.0,
+    }  # fmt: skip
     found = contestants(
-        "a=demo[density=0.1],b=diloco,c=diloco[sync_every=9],d=diloco[sync_every=7],e=demo[optimizer=sgd-plain]"
+        "a=demo[density=0.1],b=diloco,c=diloco[sync_every=9],d=diloco[sync_every=7],e=demo[optimizer=sgd-plain],"
+        "f=sdp4bit[loco=true,optimizer=muon],g=sdp4bit[optimizer=muon]"
     )
-    assert [recorded_rate(one, best) for one in found] == [3.0, 1.0, 2.0, None, None]
+    assert [recorded_rate(one, best) for one in found] == [3.0, 1.0, 2.0, None, None, 4.0, None]
     train = TrainConfig(model="tiny", steps=60)
     told = [row for row in rows_of(RaceConfig(), train, train, contestants("zero,demo[lr=0.1]")) if "--lr" in row[0]]
     assert [row[:2] for row in told] == [("--lr 0.0003", "for all without their own")]

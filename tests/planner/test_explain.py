@@ -199,9 +199,11 @@ def test_all_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str], m
     for name in STRATEGIES:
         assert f" {name} " in out
     # Options in brackets are printed, too: a console may take them for the name of a colour.
-    monkeypatch.setattr(explained_notes, "recommended", lambda rate, model: ("sparseloco[sync_every=6]", "measured"))
+    text = "sparseloco[sync_every=6,optimizer=muon]"
+    monkeypatch.setattr(explained_notes, "recommended", lambda rate, model: (text, "so"))
     assert run_explain(["--nodes", "4", "--model", "tiny", "--rate", "10gbit"]) == 0
-    assert "method for this rate: sparseloco[sync_every=6] (measured)" in capsys.readouterr().out
+    told = f"method for this rate: {text} (so; thinwire train --strategy sparseloco "
+    assert f"{told}--sparseloco.sync-every 6 --optimizer muon)" in capsys.readouterr().out
     assert "7 G parameters" in out or "7.00G parameters" in out or "7G parameters" in out
     assert "inside a pair" in out and "on the link" in out
 

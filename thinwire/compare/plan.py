@@ -268,7 +268,10 @@ def recorded_rate(one: Contestant, best: Mapping[str, float]) -> float | None:
 
     None where those differ: a rate of other options is then a guess.
     """
-    if (exact := best.get(str(one))) is not None or "optimizer" in one.options:
-        return exact
-    rates = {rate for text, rate in best.items() if text.partition("[")[0] == one.strategy and "optimizer=" not in text}
-    return rates.pop() if len(rates) == 1 else None
+    same = {text: rate for text, rate in best.items() if text.partition("[")[0] == one.strategy}
+    for text, rate in same.items():
+        # Read, since options may stand in any order and be written in several ways.
+        if any(recorded.options == one.options for recorded in read_contestants(text, Problems())):
+            return rate
+    rates = {rate for text, rate in same.items() if "optimizer=" not in text}
+    return rates.pop() if len(rates) == 1 and "optimizer" not in one.options else None

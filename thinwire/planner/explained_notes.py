@@ -26,6 +26,7 @@ from thinwire.planner.experts import capacity_notes, expert_notes
 from thinwire.planner.forward import kept_of
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.search import Search
+from thinwire.planner.settings import train_flags
 from thinwire.planner.stages import Grid, Stages
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, short
@@ -138,7 +139,8 @@ def notes_on_ranks(laid: LaidOut, rate: float | None, local_rate: float | None) 
             yield from expert_notes(model, config, shape)
     if rate is not None and config.nodes > 1:
         name = config.model if config.parameters is None else f"a model of {short(config.parameters)} parameters"
-        yield "method for this rate", *recommended(rate, name)
+        method, why = recommended(rate, name)
+        yield "method for this rate", method, f"{why}; thinwire train {train_flags(method)}"
     if isinstance(model, Llama) and shape.tensor > 1:
         yield tensor_note(model.config, config.seq_len, shape)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from thinwire.errors import ConfigError, Problems
+from thinwire.flags import options_of
 from thinwire.methods.interface import Method
-from thinwire.options import Tables, build_strategy, strategy_table
+from thinwire.options import Tables, build_strategy, option_tables, strategy_table
 from thinwire.registry import STRATEGIES
 from thinwire.run.spelled import options_in
 
@@ -35,6 +37,17 @@ def table_of(strategy: str) -> Mapping[str, Mapping[str, Any]]:
     """The options in such a text, by the name of their table; empty: there are none."""
     name, bracket, options = strategy.partition("[")
     return {strategy_table(name) or "": options_in(options.removesuffix("]"), f"{strategy}: ")} if bracket else {}
+
+
+def train_flags(strategy: str) -> str:
+    """Such a text as flags of `thinwire train`; options that the strategy does not have are the trainer's own."""
+    name, flags = name_of(strategy), [f"--strategy {name_of(strategy)}"]
+    own = {each.name for each in options_of(option_tables()[table])} if (table := strategy_table(name)) else set()
+    for values in table_of(strategy).values():
+        for option, value in values.items():
+            flag = f"{table}.{option}" if option in own else option
+            flags.append(f"--{flag.replace('_', '-')} {shlex.quote(str(value))}")
+    return " ".join(flags)
 
 
 def make(name: str, tables: Tables) -> Method:

@@ -94,7 +94,7 @@ class IslandsOptimizer:
 
     def describe(self) -> list[Row]:
         per_step, every = self.traffic.bytes_per_step, self.loop.method.sync_every
-        shown = sent_text(per_step), f"the mean over {every} steps, besides the island's"
+        shown = sent_text(per_step), f"the mean over {every} steps, besides what an island's ranks send each other"
         ascent = [(f"ascent {self.climb.rho:g}", "two forwards and backwards", TWICE)] if self.climb else []
         return [
             (f"strategy {self.method.name}", f"{self.method.inner.name} inside each island", ""),

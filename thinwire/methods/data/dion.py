@@ -224,5 +224,5 @@ class Orthonormal(Reduction):
             ("update", "orthonormal at that rank, signs for vectors", "its size is the learning rate: that of Muon"),
             ("state of the method", held, "momentum and Q, in fp32"),
             # Orthonormal factors are computed to the precision of fp32, and not exactly.
-            (WEIGHTS, "change", "factors of a momentum are zero nowhere exactly"),
+            (WEIGHTS, "change", "the product of the factors is hardly ever exactly zero"),
         ]

@@ -107,6 +107,14 @@ def test_bad_data(tmp_path: Path, text: Path, content: bytes | None, message: st
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_that_can_not_be_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.launch.check_memory.machine_bytes", lambda: 5e6)
+    with pytest.raises(ConfigError, match="weights and gradients of tiny take .* in each of 4 ranks .*: --workers 3"):
+        train(tmp_path, "stdlib", "--model", "tiny", "--workers", "4")
+    with pytest.raises(ConfigError, match="nearest: a smaller --model, or --memory"):
+        train(tmp_path, "stdlib", "--model", "demo", "--workers", "4")
+
+
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         train(tmp_path, "missing.txt", "--strategy", "sdp4", "--lr", "-1", "--sed", "3", "--model", "tinny")

@@ -182,6 +182,15 @@ def free_bytes(device: torch.device, num_local: int) -> float:
     return Device().memory_bytes(num_local)
 
 
+def machine_bytes() -> float:
+    """Memory of this machine, and of the container that holds this process; infinite if it is not known."""
+    found = [limit for limit, _ in memory_limits()]
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found.append(1024 * float(next(line.split()[1] for line in lines if line.startswith("MemTotal"))))
+    return min(found, default=float("inf"))
+
+
 def num_gpus() -> int:
     """Number of GPUs that torch can use in this process."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

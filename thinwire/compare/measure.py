@@ -197,7 +197,7 @@ def reference_of(rows: Sequence[RaceRow]) -> tuple[str | None, str]:
     finished = [name for name, status in statuses.items() if status == FINISHED]
     if REFERENCE in finished:
         return REFERENCE, ""
-    why = f"{REFERENCE} {statuses[REFERENCE]}" if REFERENCE in statuses else f"{REFERENCE}, the usual reference, is not in the race"
+    why = f"{REFERENCE} {statuses[REFERENCE]}" if REFERENCE in statuses else f"{REFERENCE} is not in the race"
     return next(iter(finished), None), why.replace(UNFINISHED, "has not finished")
 
 

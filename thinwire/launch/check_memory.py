@@ -7,14 +7,16 @@ import os
 from torch import nn
 
 from thinwire.collectives.topology import Topology
-from thinwire.errors import ConfigError, Problems
+from thinwire.device import machine_bytes
+from thinwire.errors import ConfigError, Problems, counted
 from thinwire.hosts.offload.residence import check_model
 from thinwire.hosts.offload.tiling import tiled_shapes
-from thinwire.launch.check_parts import loss_of
+from thinwire.launch.check_parts import device_of, loss_of
 from thinwire.losses import head_of
 from thinwire.methods.memory import Floor, Residency, check_at_once, check_outer, resident_method
 from thinwire.models.llama import Llama
 from thinwire.models.moe import check_parts
+from thinwire.report.units import bytes_text
 from thinwire.run.config import TrainConfig, derive
 from thinwire.run.optimizer import limits_itself, name_of
 from thinwire.run.places import check_slices
@@ -55,9 +57,35 @@ def check_residency(config: TrainConfig, run: Run, model: nn.Module) -> None:
     problems.note(check_model, residency, model)
     problems.note(floor.check, residency.memory_bytes)
     if floor.disk:
-        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
-        problems.note(check_folder, residency.folder, num_here * floor.disk - own_bytes(config, residency))
+        problems.note(
+            check_folder, residency.folder, num_ranks_here(config) * floor.disk - own_bytes(config, residency)
+        )
     problems.raise_any()
+
+
+def check_machine(config: TrainConfig, run: Run, model: nn.Module) -> None:
+    """Raise ConfigError if the weights and gradients of this machine's ranks can't be in its memory at once.
+
+    What optimizers and activations take is not counted, so a run that passes may still run out of memory.
+    """
+    is_cut = any(size > 1 for name, size in config.mesh_shape.sizes.items() if name not in ("data", "island"))
+    if run.residency is not None or is_cut or device_of(config, run)[0] != "cpu":
+        return
+    grid = Topology.stated(config.world_size, config.local_size or config.workers)
+    plan = run.strategy.plan(model, grid, derive(config, config.num_shares).accumulation)
+    num_here, held, room = num_ranks_here(config), plan.weights + plan.gradients, machine_bytes()
+    if num_here * held > room:
+        fitting = int(room // held)
+        nearest = f"--workers {fitting}" if fitting else "a smaller --model, or --memory with a --store"
+        raise ConfigError(
+            f"--workers {config.workers}: weights and gradients of {config.model} take {bytes_text(held)} in each of "
+            f"{counted(num_here, 'rank')} here, and this machine has {bytes_text(room)}; nearest: {nearest}"
+        )
+
+
+def num_ranks_here(config: TrainConfig) -> int:
+    """Ranks on this machine, also of those that torchrun starts."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", config.workers))
 
 
 def own_bytes(config: TrainConfig, residency: Residency) -> int:

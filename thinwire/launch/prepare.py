@@ -32,7 +32,7 @@ from thinwire.launch.check_layout import (
     check_tensor,
     sound_options,
 )
-from thinwire.launch.check_memory import check_late_residency, check_residency
+from thinwire.launch.check_memory import check_late_residency, check_machine, check_residency
 from thinwire.launch.check_parts import (
     check_data,
     check_documents,
@@ -130,6 +130,7 @@ def check(config: TrainConfig, problems: Problems) -> Run | None:
             check_late_residency(config, run)
         elif run is not None and not wrong_numbers and model is not None:
             check_residency(config, run, model)
+            check_machine(config, run, model)
     problems.note(check_teacher, config, run)
     problems.note(check_documents, config)
     return run

@@ -6,7 +6,7 @@
 
 Four ranks, each a node or an island of its own, train on the standard library's sources. Every method takes its
 learning rate from one grid of five: that of the lowest held-out loss in runs of a fifth of the length, with warm-up,
-decay and a seed of their own; below 1,000 steps a fifth tells nothing, and they have the whole length. Then it trains
+decay and a seed of their own; of a slice, such a run has the whole length. Then it trains
 once with each seed. All methods so have the same number of trials and of tokens, and a method costs one run for the
 rate and one for each seed.
 
@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- frontier:begin -->", "<!-- frontier:end -->"
 STEPS = {"demo": 1000, "tiny": 5000}
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-# Of the runs by which rates are chosen; not one of those that are reported. From LEAST_STEPS on they are shorter by
+# Of the runs by which rates are chosen; not one of those that are reported. Those of the full size are shorter by
 # TUNING_PART.
 TUNING_SEED, TUNING_PART = 1000, 5
 # Of a short run, whose processor time is that of starting, compiling and the held-out loss.
@@ -209,7 +209,7 @@ def configs(model: str, steps: int, names: Sequence[str]) -> dict[str, TrainConf
 
 def tuned_lr(name: str, config: TrainConfig, runs: Runs, *, is_asked: bool) -> float | None:
     """The best rate of the grid; None unless all of its runs have finished. A run that diverged is the worst."""
-    part = TUNING_PART if config.steps >= LEAST_STEPS else 1
+    part = TUNING_PART if config.steps >= STEPS[config.model] else 1
     trial = replace(config, seed=TUNING_SEED, steps=config.steps // part)
     found = {}
     for lr in GRID:

@@ -109,7 +109,7 @@ def test_bad_data(tmp_path: Path, text: Path, content: bytes | None, message: st
 
 def test_ranks_that_can_not_be_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thinwire.launch.check_memory.machine_bytes", lambda: 5e6)
-    with pytest.raises(ConfigError, match="weights and gradients of tiny take .* in each of 4 ranks .*: --workers 3"):
+    with pytest.raises(ConfigError, match=r"weights and gradients of tiny take .* in each of 4 ranks .*: --workers 3"):
         train(tmp_path, "stdlib", "--model", "tiny", "--workers", "4")
     with pytest.raises(ConfigError, match="nearest: a smaller --model, or --memory"):
         train(tmp_path, "stdlib", "--model", "demo", "--workers", "4")

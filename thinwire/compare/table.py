@@ -16,7 +16,7 @@ from thinwire.compare.measure import Result
 from thinwire.compare.plan import RacePlan
 from thinwire.report.race import FIGURES, figure_text, notes, ratio_text, sentences, shown_figures, spread_text
 from thinwire.report.run import number
-from thinwire.report.units import MISSING, seconds_text
+from thinwire.report.units import seconds_text
 
 LINE_EVERY_S = 10.0
 # Width of the table if the output is not a terminal.
@@ -112,8 +112,8 @@ class Board:
         elif is_due:
             self._line_due = time.monotonic() + LINE_EVERY_S
             name, seed, turn, step, loss, step_s = self._states[self._current]
-            line = f"{name}  seed {seed}  round {turn}  step {step}  loss {loss or MISSING}  {step_s} a step"
-            self.console.print(f"{line}  ({self._left})")
+            done = f"step {step}  loss {loss}  {step_s} a step" if step_s else step
+            self.console.print(f"{name}  seed {seed}  round {turn}  {done}  ({self._left})")
 
 
 def result_table(values: Mapping[str, Any]) -> Table:

@@ -191,14 +191,19 @@ def by_command(config: str) -> tuple[RunFiles, list[float], float]:
     with tempfile.TemporaryDirectory() as folder:
         path, run_dir = Path(folder) / "config.toml", Path(folder) / "run"
         path.write_text(config)
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "thinwire", "train", str(path), "--run-dir", str(run_dir)]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise SystemExit(f"thinwire train ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run, all_s = read_run(run_dir), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        all_s = processor_s([sys.executable, "-m", "thinwire", "train", str(path), "--run-dir", str(run_dir)])
+        run = read_run(run_dir)
         return run, [*mean_losses(run).values()], all_s
+
+
+def processor_s(command: Sequence[str], env: Mapping[str, str] | None = None) -> float:
+    """Processor time of a command and of all processes that it starts and waits for. env: in place of this one's."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def configs(model: str, steps: int, names: Sequence[str]) -> dict[str, TrainConfig]:

@@ -10,34 +10,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from frontier import processor_s
 from loss import MODELS
 
 from thinwire.launch.machine import free_port
 from thinwire.run.settings import to_toml
 
 Dtype = Literal["fp32", "bf16"]
-ROOT = Path(__file__).parents[1]
 FEW, MANY, WORKERS = 20, 220, 4
-ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def processor_s(command: list[str]) -> float:
-    """Processor time of a command and of all processes that it starts and waits for."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENV, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def run_s(strategy: str, rival: str | None, dtype: Dtype, steps: int) -> float:
@@ -49,10 +37,10 @@ def run_s(strategy: str, rival: str | None, dtype: Dtype, steps: int) -> float:
         path, run_dir = Path(folder) / "config.toml", str(Path(folder) / "run")
         path.write_text(to_toml(config))
         if rival is None:
-            return processor_s([sys.executable, "-m", "thinwire", "train", str(path), "--run-dir", run_dir])
+            return processor_s([sys.executable, "-m", "thinwire", "train", str(path), "--run-dir", run_dir], ENV)
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(WORKERS), "--master-addr", "127.0.0.1"]
         flags = ["--config", str(path), "--run-dir", run_dir, "--steps", str(steps)]
-        return processor_s([sys.executable, *launch, "--master-port", str(free_port()), rival, *flags])
+        return processor_s([sys.executable, *launch, "--master-port", str(free_port()), rival, *flags], ENV)
 
 
 def main() -> int:

@@ -204,6 +204,9 @@ def test_all_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str], m
     assert run_explain(["--nodes", "4", "--model", "tiny", "--rate", "10gbit"]) == 0
     told = f"method for this rate: {text} (so; thinwire train --strategy sparseloco "
     assert f"{told}--sparseloco.sync-every 6 --optimizer muon)" in capsys.readouterr().out
+    monkeypatch.setattr(explained_notes, "recommended", lambda rate, model: ("not known", "no runs"))
+    assert run_explain(["--nodes", "4", "--model", "tiny", "--rate", "10gbit"]) == 0
+    assert "method for this rate: not known (no runs)" in capsys.readouterr().out
     assert "7 G parameters" in out or "7.00G parameters" in out or "7G parameters" in out
     assert "inside a pair" in out and "on the link" in out
 

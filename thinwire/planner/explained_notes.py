@@ -26,8 +26,9 @@ from thinwire.planner.experts import capacity_notes, expert_notes
 from thinwire.planner.forward import kept_of
 from thinwire.planner.options import AUTO, ExplainConfig
 from thinwire.planner.search import Search
-from thinwire.planner.settings import train_flags
+from thinwire.planner.settings import name_of, train_flags
 from thinwire.planner.stages import Grid, Stages
+from thinwire.registry import STRATEGIES
 from thinwire.report.frontier import recommended
 from thinwire.report.units import bytes_text, short
 from thinwire.run.places import NO_STORE
@@ -140,7 +141,8 @@ def notes_on_ranks(laid: LaidOut, rate: float | None, local_rate: float | None) 
     if rate is not None and config.nodes > 1:
         name = config.model if config.parameters is None else f"a model of {short(config.parameters)} parameters"
         method, why = recommended(rate, name)
-        yield "method for this rate", method, f"{why}; thinwire train {train_flags(method)}"
+        as_flags = f"; thinwire train {train_flags(method)}" if name_of(method) in STRATEGIES else ""
+        yield "method for this rate", method, why + as_flags
     if isinstance(model, Llama) and shape.tensor > 1:
         yield tensor_note(model.config, config.seq_len, shape)
 
